@@ -125,7 +125,7 @@ class _Session:
 
     Args:
         chat: conversation with the model.
-        shows_thoughts: whether to print thoughts as well.
+        shows_thoughts: whether to print the text between ``<think>`` and ``</think>``.
     """
 
     def __init__(self, chat: Talk, shows_thoughts: bool) -> None:
@@ -212,8 +212,8 @@ def _load(chat: Conversation, file: Path) -> None:
         ) from error
     if not is_valid:
         raise ConfigError(
-            f"cannot load {str(file)!r}, because a message lacks the text field role or content. "
-            "Give a JSON file that /save wrote."
+            f"cannot load {str(file)!r}, because role or content of a message is not a "
+            "string. Give a JSON file that /save wrote."
         )
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)

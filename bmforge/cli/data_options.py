@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PrepareOptions(PrepareConfig):
-    """Options of `bmforge prepare`, with the groups as panels of the help."""
+    """Options of `bmforge prepare`; each option group is a panel in the output of --help."""
 
     read: Panel[ReadConfig] = field(default_factory=ReadConfig, metadata=GROUP)
     clean: Panel[CleanConfig] = field(default_factory=CleanConfig, metadata=GROUP)

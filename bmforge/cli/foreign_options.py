@@ -194,8 +194,8 @@ def suggest_option(
 ) -> str:
     """Return advice for an unknown option, with a space before it; "" if none is similar.
 
-    The option that has this name in another program is suggested first, then the only option
-    that ends with the name, then the most similar one.
+    The suggestion is the option that has this name in another program; else the only option that
+    ends with the name; else the option with the most similar name.
 
     Args:
         command: name of the command, possibly with its task: "train rl".

@@ -43,7 +43,9 @@ __all__ = [
 
 
 def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str, ...]:
-    """Return a command's adapters: the model argument, if it is an adapter, and `--adapter`.
+    """Return all adapters that a command attaches.
+
+    These are the model argument, if it is an adapter directory, and the values of `--adapter`.
 
     Args:
         source: the command's model argument, resolved.
@@ -78,7 +80,7 @@ def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
 
 
 def _keeps_integers(directory: Path) -> bool:
-    """Return True if the file has integer weights that bmforge's quantized layers can hold."""
+    """Return True if the file has integer weights that bmforge's quantized layers can store."""
     if not is_gguf(directory) and "quantization_config" not in read_raw_config(directory):
         return False
     plain, files = AutoModel.describe_pretrained(directory)
@@ -256,7 +258,7 @@ def opened_model(
     Args:
         directory: model directory.
         memory: memory limits of the model.
-        max_rows: number of rows that the budget is planned for.
+        max_rows: number of concurrent sequences that the memory budget must suffice for.
         deltas: adapter directories to attach; DIR=0.5 scales the adapter's output by 0.5.
         allow_other_base: accept adapters that were trained on a base model with other weights.
 

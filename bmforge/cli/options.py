@@ -51,8 +51,8 @@ class GenerateCommand:
         chat: render the prompt with the model's chat template, and print only the answer.
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
-        max_new_tokens: maximum number of new tokens, also as --max-tokens; with documents, per
-            answer.
+        max_new_tokens: maximum number of new tokens; with documents, per answer. --max-tokens is
+            the same option.
         min_new_tokens: minimum number of new tokens before an end token.
         num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
             CPM-Bee).
@@ -160,7 +160,7 @@ class ConvertCommand:
         source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
             pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
             GGUF file.
-        target: directory to write, or a file that ends in .gguf; also as --out.
+        target: output directory, or a file that ends in .gguf; may also be given as --out.
         type: tensor type of the matrices in a GGUF file (if None: q8_0).
         dtype: dtype of the written weights (if None: as in the file).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
@@ -188,9 +188,10 @@ class QuantizeCommand:
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
-        target: directory to write; also as --out.
-        scheme: int8 and int4 have one scale per 32 columns, int4-128 one per 128 columns, and
-            int8-dynamic one per row; keep uses the integers of a GGUF, GPTQ or AWQ file.
+        target: output directory; may also be given as --out.
+        scheme: "int8" and "int4" have one scale per 32 columns, "int4-128" has one per 128 columns,
+            and "int8-dynamic" has one per row; "keep" uses the integers of a GGUF, GPTQ or AWQ
+            file.
         float_activations: keep activations in floating point instead of rounding them to int8.
         outlier_ratio: fraction of the input columns, those with the largest error, that stays in
             16 bits; not supported for models with experts.
@@ -293,8 +294,8 @@ class InfoCommand:
         seq_len: sequence length in tokens, for the FLOPs of attention (if None: the model's
             maximum).
         json: print the config and the measurements, or an adapter's config, as JSON.
-        backend: implementation of the architecture: native (bmforge's), transformers, or auto
-            (native if bmforge supports the architecture, else transformers).
+        backend: implementation of the architecture: "native" (bmforge's), "transformers", or "auto"
+            ("native" if bmforge supports the architecture, else "transformers").
     """
 
     name: Annotated[str, tyro.conf.Positional]

@@ -241,7 +241,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
 
 
 def least_line(row: PlanRow) -> str:
-    """Return a line with the options of the layout that needs the least memory."""
+    """Return a text line with the options of the layout that needs the least memory."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
         f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "
@@ -274,7 +274,7 @@ def launch_line(
 
     Args:
         request: the planner request.
-        row: row of the plan with the layout.
+        row: entry of the plan with the layout.
         model: command line options for the planned model.
         task: planned task; for an adapter, pretrain is replaced by conversations.
     """

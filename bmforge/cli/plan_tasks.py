@@ -46,8 +46,8 @@ class TaskStep:
     """Micro-batch format and loss of a task, which the planner traces to estimate memory.
 
     Args:
-        run: function that returns the loss, given the model and a micro-batch.
-        sequences: number of sequences of one row; 2 for a pair of answers.
+        run: function that returns the loss, for the model and a micro-batch.
+        sequences: number of sequences per example; 2 for a pair of answers.
         has_mask: whether the model receives an attention mask.
     """
 
@@ -56,7 +56,7 @@ class TaskStep:
     has_mask: bool = False
 
     def make_batch(self, length: int, rows: int) -> Batch:
-        """Return a micro-batch of `rows` rows whose sequences have `length` tokens."""
+        """Return a micro-batch of `rows` examples, whose sequences have `length` tokens."""
         ids = torch.zeros(rows * self.sequences, length, dtype=torch.long)
         mask = {"attention_mask": torch.ones_like(ids)} if self.has_mask else {}
         return {"input_ids": ids, "labels": ids.clone(), **mask}
@@ -81,7 +81,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a distillation loss of the same memory: the student's own logits are the targets."""
+    """Return a loss that needs the memory of distillation, with the student's logits as targets."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)

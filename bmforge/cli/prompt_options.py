@@ -25,12 +25,12 @@ class PromptCommand:
         tokenizer: directory of the tokenizer (if None: that of the model).
         verbalizer: file with the label words of each class (if None: those of the task).
         choice: index of the template among those of the task, and of the verbalizer in its file.
-        join: score of a label word with several tokens: first, max, mean or joint.
+        join: score of a label word with several tokens: "first", "max", "mean" or "joint".
         behind: handling of template text after the mask, which a causal model does not read:
-            refuse, leave out or score.
+            "refuse", "leave out" or "score".
         soft_front: number of trainable soft tokens before the prompt.
         seq_len: maximum prompt length in tokens.
-        cut: truncation of long examples: tail, head or balanced.
+        cut: truncation of long examples: "tail", "head" or "balanced".
         examples: number of examples to show.
     """
 

@@ -26,7 +26,7 @@ __all__ = ["ServeCommand", "ServeOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServeConfig):
-    """Options of `bmforge serve`, with the groups as panels of the help."""
+    """Options of `bmforge serve`; each option group is a panel in the output of --help."""
 
     access: Panel[AccessConfig] = field(default_factory=AccessConfig, metadata=GROUP)
     chat: Panel[ConversationConfig] = field(default_factory=ConversationConfig, metadata=GROUP)
@@ -48,8 +48,9 @@ class ServeCommand:
             output by 0.5. With NAME=DIR, requests select the adapter with NAME as their model;
             all other requests use the base model.
         allow_other_base: accept adapters that were trained on other base weights.
-        context: maximum number of tokens of prompt and answer together, also as --max-model-len
-            (if None: the model's maximum sequence length, or the longest that fits into memory).
+        context: maximum number of tokens of prompt and answer together; --max-model-len is the same
+            option (if None: the model's maximum sequence length, or the longest that fits into
+            memory).
         max_num_seqs: maximum number of concurrent sequences; further requests wait.
         speculate: use speculative decoding with tokens proposed by n-gram lookup.
         draft: small model with the same vocabulary that proposes tokens for speculative decoding.

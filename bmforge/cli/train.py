@@ -33,7 +33,7 @@ def run_train(arguments: Sequence[str]) -> None:
 
 
 def _check_names(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an option that no task has; the task itself checks the others."""
+    """Raise `ConfigError` for an option that no task has; each task checks all other options."""
     options = [f"--{name}" for name in FIELDS] + SWITCHES
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")

@@ -33,12 +33,12 @@ _COMMON = {
     "--seq-len N": "maximum sequence length in tokens (ignored by image models)",
     "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in the backward pass: less memory, more time",
-    "--layout.zero N": "ZeRO stage 0, 2 or 3; 3 shards parameters, gradients and optimizer states",
+    "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients, optimizer states), 3 (also parameters)",
     "--layout.tp N": "tensor parallelism over N processes",
     "--layout.pp N": "pipeline parallelism over N processes",
 }
 _SWITCHES = {
-    "--model NAME_OR_DIR": "model directory or hub id, or a preset or family (random weights)",
+    "--model NAME_OR_DIR": "directory or hub id; or name of a preset or family, for random weights",
     "--config FILE": "TOML file with config fields; options override them",
     "--changes JSON": "changes to the model (adapters, pruning, ...), as JSON text or a JSON file",
     "--layout auto": "let the planner choose the parallel layout",

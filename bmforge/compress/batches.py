@@ -132,10 +132,10 @@ def _target_mask(batch: Mapping[str, Any], has_decoder: bool) -> Tensor | None:
 
 
 def _find_spans(mask: Tensor, number: int) -> list[tuple[int, int]]:
-    """Return the range (start, stop) of each row's tokens; (0, 0) for a row of only padding.
+    """Return the range (start, stop) of each sequence's tokens; (0, 0) if it is all padding.
 
     Raises:
-        ConfigError: a row has padding between tokens.
+        ConfigError: a sequence has padding between tokens.
     """
     spans = []
     for row, is_real in enumerate(mask.cpu()):

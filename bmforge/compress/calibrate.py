@@ -245,7 +245,7 @@ class _Inputs:
 
 
 def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
-    """Split a block's matrices into groups whose statistics fit in memory, the last one first."""
+    """Split a block's matrices into groups whose statistics fit in memory, in reverse order."""
     groups: dict[str, list[Matrix]] = {}
     assigned: set[str] = set()
     inputs = _Inputs()

@@ -68,5 +68,5 @@ class MethodBase:
         """Ignore the state."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Leave the model unchanged; return no facts."""
+        """Leave the model unchanged; return an empty dict of results."""
         return {}

@@ -199,12 +199,12 @@ def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dic
     budget = average_bits * weights
     if not least <= budget * (1 + 1e-9):
         raise ConfigError(
-            f"average_bits={average_bits} cannot be reached (at least {least / weights:.3f} for "
-            "this model). Increase average_bits."
+            f"average_bits={average_bits} cannot be reached for this model (allowed: at least "
+            f"{least / weights:.3f}). Increase average_bits."
         )
     if budget > most * (1 + 1e-9):
         raise ConfigError(
-            f"average_bits={average_bits} is more than all layers can use (at most "
+            f"average_bits={average_bits} is more than all layers can use (allowed: at most "
             f'{most / weights:.3f}). Use the scheme "int8" instead.'
         )
     chosen = {name: each[0] for name, each in options.items()}

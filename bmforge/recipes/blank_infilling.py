@@ -36,7 +36,7 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class BlankConfig(RunConfig):
-    """Config to pretrain on blank infilling; other fields are `RunConfig`'s.
+    """Config for pretraining on blank infilling; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the

@@ -277,13 +277,13 @@ def _settle_run(
 
 
 def ask_teacher(config: CompressRunConfig, count: int) -> Path:
-    """Store a teacher's top tokens for all rows that a recipe trains on, without compressing.
+    """Store a teacher's top tokens for all training data of a recipe, without compressing.
 
-    All phases of a recipe read the same rows in order, so the longest phase reads all rows.
+    All phases of a recipe read the same sequences in order, so the longest phase reads all of them.
 
     Args:
         config: a recipe with `distill.teacher`.
-        count: number of top tokens to store for every position.
+        count: number of top tokens to store per position.
 
     Raises:
         BmforgeError: a setting, the teacher or the data is invalid or unsuitable; or `out` exists.

@@ -69,7 +69,8 @@ class PhaseConfig:
     Args:
         config: methods and their options.
         calibration: calibration texts.
-        answers: directory for the teacher's outputs on the run's rows; if set, nothing is trained.
+        answers: directory for the teacher's outputs on the training data of the run; if set,
+            nothing is trained.
         answer_count: number of top tokens to store for every position.
     """
 
@@ -82,15 +83,15 @@ class PhaseConfig:
 def read_calibration(
     model: Any, directory: Path, config: CalibrationConfig
 ) -> list[dict[str, Tensor]]:
-    """Return batches of token rows from the calibration texts.
+    """Return batches of token sequences of equal length from the calibration texts.
 
     Args:
-        model: model that reads the rows; may be on the meta device.
+        model: model to calibrate; may be on the meta device.
         directory: model directory with the tokenizer.
         config: calibration texts and sizes.
 
     Raises:
-        ConfigError: no texts are given, or the rows are longer than the model's maximum length.
+        ConfigError: no texts are given, or `seq_len` is more than the model's maximum length.
         DataError: the texts have too few tokens.
     """
     if not config.texts:
@@ -121,7 +122,7 @@ def read_calibration(
 
 
 def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Return the keyword arguments of a model for token rows; generative models get labels too."""
+    """Return token sequences as keyword arguments of a model, with labels if it generates text."""
     if model.traits.reads == "apart":
         return {"input_ids": rows, "labels": rows}
     if model.traits.reads == "left" and model.traits.writes:
@@ -196,7 +197,7 @@ def asks_teacher(config: Any) -> bool:
 
 
 def keep_answers(config: Any, data: Any, world: World) -> Model:
-    """Store the teacher's top tokens for the rows of a run's steps; return the teacher.
+    """Store the teacher's top tokens for the sequences of a run's steps; return the teacher.
 
     Args:
         config: the run's config.

@@ -52,7 +52,7 @@ _NUM_OPTIONS = 10
 
 @dataclass(kw_only=True)
 class CPM1TextsConfig(RunConfig):
-    """Config to fine-tune on CPM-1's tasks; other fields are `RunConfig`'s.
+    """Config for fine-tuning on CPM-1's tasks; the other fields are those of `RunConfig`.
 
     Args:
         data: training data; examples longer than `seq_len` are skipped. For ChID, `paths` are files
@@ -66,14 +66,17 @@ class CPM1TextsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM1TuneConfig(CPM1TextsConfig):
-    """Config to fine-tune a CPM-1; fields set in `model` override those of `init_from`."""
+    """Config for fine-tuning a CPM-1.
+
+    Fields set in `model` override those of the checkpoint in `init_from`.
+    """
 
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
 
 @dataclass(kw_only=True)
 class ChIDConfig(CPM1TuneConfig):
-    """Config to fine-tune a CPM-1 on ChID.
+    """Config for fine-tuning a CPM-1 on ChID.
 
     `data.paths` are files with one JSON object per line, with `content` and `candidates`;
     FILE_answer.json next to FILE.json has the indices of the correct idioms.
@@ -84,7 +87,7 @@ class ChIDConfig(CPM1TuneConfig):
 
 @dataclass(kw_only=True)
 class STCConfig(CPM1TuneConfig):
-    """Config to fine-tune a CPM-1 on STC.
+    """Config for fine-tuning a CPM-1 on STC.
 
     `data.paths` are text files with a post, a tab and its reply on each line.
     """
@@ -115,7 +118,7 @@ class _Texts:
 
     Args:
         texts: (token ids, length of the prompt) of each text.
-        config: run config with the row lengths and the padding token.
+        config: run config with `data.seq_len`, the length to which texts are padded.
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:

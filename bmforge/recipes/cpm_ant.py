@@ -1,7 +1,7 @@
 """Training of CPM-Ant with masked tokens and text continuation.
 
-Every text is preceded by the soft prompt of its objective, so that one model learns both and the
-prompt selects the objective at inference. With `init_from`, the recipe fine-tunes a model.
+Every text is preceded by the soft prompt of its objective, so that one model learns both objectives
+and the prompt selects one of them at inference. With `init_from`, the recipe fine-tunes a model.
 Source: ``CPMAntPretrainDataset`` of OpenBMB/CPM-Live and its data (prompt 1 and segment 1 for the
 hidden tokens, prompt 2 and segment 2 for the continuation). The question answering objectives of
 CPM-Ant+, with separate segments, are not supported.
@@ -36,7 +36,9 @@ _DRAWN_FROM = 1 << 30
 
 @dataclass(kw_only=True)
 class AntConfig(RunConfig):
-    """Config to train on masked tokens and continuations; other fields are `RunConfig`'s.
+    """Config for training on masked tokens and continuations.
+
+    The other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
@@ -53,7 +55,10 @@ class AntConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMAntTrainConfig(AntConfig):
-    """Config to train a CPM-Ant; fields set in `model` override those of `init_from`."""
+    """Config for training a CPM-Ant.
+
+    Fields set in `model` override those of the checkpoint in `init_from`.
+    """
 
     run_dir: Path = Path("runs/cpm-ant-train")
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
@@ -69,7 +74,7 @@ def train_ant(config: Any) -> RunResult:
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
-    """Mask some tokens of a text; return the training row.
+    """Mask some tokens of a text; return the model inputs and labels of the example.
 
     Args:
         ids: token ids of the text with its begin and end tokens; at least 2.

@@ -49,8 +49,8 @@ class SearchConfig:
 
     Args:
         kinds: kinds of adapters, as in `adapter.kind`.
-        places: target modules to try; the targets of a candidate are separated by commas
-            (attn.q,attn.v), and "usual" means the default targets of each kind.
+        places: target modules to try; commas separate the targets of one candidate
+            ("attn.q,attn.v"), and "usual" means the default targets of each kind.
         sizes: ranks, widths or lengths to try, for kinds that have such an option.
         max_trained: maximum number of trained parameters of a candidate, not counting new heads; 0
             for no limit.
@@ -81,7 +81,9 @@ class SearchConfig:
 
 @dataclass(kw_only=True)
 class DeltaSearchConfig(TaskTuneConfig):
-    """Config to search for the best adapter for a task; other fields are `TaskTuneConfig`'s.
+    """Config of a search for the best adapter for a task.
+
+    The other fields are those of `TaskTuneConfig`.
 
     Args:
         search: search space.
@@ -100,7 +102,7 @@ def search_deltas(config: Any) -> RunResult:
     """Run or resume an adapter search.
 
     Args:
-        config: a `DeltaSearchConfig` with `model`.
+        config: a `DeltaSearchConfig` with a field `model`, the config of the model to train.
 
     Returns:
         The last run of the best candidate.
@@ -192,7 +194,7 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
 
 
 def _spell(search: SearchConfig) -> list[tuple[str, AdapterConfig]]:
-    """Return (name, adapter config) for every distinct combination of the search space."""
+    """Return a (name, adapter config) pair for every distinct combination of the search space."""
     configs: dict[str, AdapterConfig] = {}
     for kind in search.kinds:
         for places in search.places if kind not in _PLACED else ("usual",):

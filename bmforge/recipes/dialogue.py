@@ -29,7 +29,7 @@ __all__ = ["DialogueConfig", "EVADialogueConfig", "train_dialogue"]
 
 @dataclass(kw_only=True)
 class DialogueConfig(RunConfig):
-    """Config to train on dialogues; other fields are `RunConfig`'s.
+    """Config for training on dialogues; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are text files with one dialogue per line and tabs between utterances;
@@ -43,7 +43,10 @@ class DialogueConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class EVADialogueConfig(DialogueConfig):
-    """Config to train an EVA on dialogues; fields set in `model` override those of `init_from`."""
+    """Config for training an EVA on dialogues.
+
+    Fields set in `model` override those of the checkpoint in `init_from`.
+    """
 
     run_dir: Path = Path("runs/eva-dialogue")
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))

@@ -72,7 +72,7 @@ class DocumentConfig:
 
 @dataclass(kw_only=True)
 class DocumentsConfig(RunConfig):
-    """Config to train on documents; other fields are `RunConfig`'s.
+    """Config for training on documents; the other fields are those of `RunConfig`.
 
     Args:
         data: the documents.
@@ -83,7 +83,10 @@ class DocumentsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPMBeeTrainConfig(DocumentsConfig):
-    """Config to train a CPM-Bee; fields set in `model` override those of `init_from`."""
+    """Config for training a CPM-Bee.
+
+    Fields set in `model` override those of the checkpoint in `init_from`.
+    """
 
     run_dir: Path = Path("runs/cpm-bee-train")
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))

@@ -21,7 +21,7 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
 
     Args:
         config: the run's config.
-        epoch_rows: rows of one epoch; None if the data has no epochs.
+        epoch_rows: number of training sequences per epoch; None if the data has no epochs.
 
     Raises:
         ConfigError: `epochs` is not positive, or the task's data has no epochs.

@@ -86,7 +86,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _RowSettings:
-    """Settings to build task rows; the fields have the same meaning as in a run's config."""
+    """Settings for encoding the examples of a task; the fields are those of a run's config."""
 
     model: ModelConfig
     data: ExampleConfig

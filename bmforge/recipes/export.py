@@ -178,7 +178,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
     Args:
         adapter: adapter directory.
         base: directory or hub id of the base model; a directory is written as absolute path.
-        reads: ``traits.reads`` of the base model, from which the task type follows.
+        reads: ``traits.reads`` of the base model, which determines the task type.
     """
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -191,7 +191,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the base's additional files, other than weights, config and tokenizer."""
+    """Copy the files of a base model other than its weights, config and tokenizer."""
     for name in SIDE_FILES:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)

@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class TaskTuneConfig(RunConfig):
-    """Config to fine-tune on a task; other fields are `RunConfig`'s.
+    """Config for fine-tuning on a task; the other fields are those of `RunConfig`.
 
     Args:
         data: the task.
@@ -75,9 +75,9 @@ class TaskTuneConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class BertSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune BERT on a SuperGLUE task as classification.
+    """Config for fine-tuning BERT as a classifier on a SuperGLUE task.
 
-    Fields set in `model` override those of `init_from`.
+    Fields set in `model` override those of the checkpoint in `init_from`.
     """
 
     new_head: bool = True
@@ -87,9 +87,9 @@ class BertSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune T5 on a SuperGLUE task as text generation.
+    """Config for fine-tuning T5 to generate the answers of a SuperGLUE task.
 
-    Fields set in `model` override those of `init_from`.
+    Fields set in `model` override those of the checkpoint in `init_from`.
     """
 
     run_dir: Path = Path("runs/t5-superglue")
@@ -98,9 +98,9 @@ class T5SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class GPT2SuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune GPT-2 on a SuperGLUE task as text generation.
+    """Config for fine-tuning GPT-2 to generate the answers of a SuperGLUE task.
 
-    Fields set in `model` override those of `init_from`.
+    Fields set in `model` override those of the checkpoint in `init_from`.
     """
 
     run_dir: Path = Path("runs/gpt2-superglue")
@@ -109,9 +109,9 @@ class GPT2SuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class LlamaSuperGLUEConfig(TaskTuneConfig):
-    """Config to fine-tune Llama on a SuperGLUE task as text generation.
+    """Config for fine-tuning Llama to generate the answers of a SuperGLUE task.
 
-    Fields set in `model` override those of `init_from`.
+    Fields set in `model` override those of the checkpoint in `init_from`.
     """
 
     run_dir: Path = Path("runs/llama-superglue")
@@ -120,7 +120,7 @@ class LlamaSuperGLUEConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class SQuADTuneConfig(TaskTuneConfig):
-    """Config to fine-tune on questions on a context (SQuAD 1.1, and tasks in its format).
+    """Config for fine-tuning on questions about a context (SQuAD 1.1, and tasks in its format).
 
     Args:
         max_new_tokens: maximum length of a generated answer in evaluation.
@@ -132,9 +132,9 @@ class SQuADTuneConfig(TaskTuneConfig):
 
 @dataclass(kw_only=True)
 class T5SQuADConfig(SQuADTuneConfig):
-    """Config to fine-tune T5 to answer questions on a context.
+    """Config for fine-tuning T5 to answer questions about a context.
 
-    Fields set in `model` override those of `init_from`.
+    Fields set in `model` override those of the checkpoint in `init_from`.
     """
 
     run_dir: Path = Path("runs/t5-squad")
@@ -145,8 +145,8 @@ def tune_task(config: Any) -> RunResult:
     """Run or resume fine-tuning on a task whose examples have options.
 
     Args:
-        config: a `TaskTuneConfig` whose `model` is the config of an encoder, which classifies, or
-            of a decoder or encoder-decoder, which generates.
+        config: a `TaskTuneConfig` whose `model` is the config of an encoder, which is trained to
+            classify, or of a decoder or encoder-decoder, which is trained to generate.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -178,7 +178,7 @@ def with_classes(config: Any) -> Any:
 
 
 def tune_squad(config: Any) -> RunResult:
-    """Run or resume fine-tuning on questions with a free-text answer.
+    """Run or resume fine-tuning on questions that have a free-text answer.
 
     Args:
         config: a `SQuADTuneConfig` whose `model` is the config of a decoder or encoder-decoder.
@@ -207,7 +207,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Load a task as `TrainingData`; `form` encodes the examples, `fields` sets further fields."""
+    """Load a task as `TrainingData`. `form` encodes the examples, `fields` are added."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

@@ -31,7 +31,7 @@ __all__ = ["ImagesConfig", "train_images"]
 
 @dataclass(kw_only=True)
 class ImagesConfig(RunConfig):
-    """Config to train on images; other fields are `RunConfig`'s.
+    """Config for training on images; the other fields are those of `RunConfig`.
 
     Args:
         data: the images.

@@ -120,7 +120,7 @@ def _is_number(label: object) -> bool:
 def hold_out(texts: Sequence[str], share: float, seed: int) -> tuple[list[str], list[str]]:
     """Divide texts by a hash into training texts and held-out texts.
 
-    Equal texts are in the same part, and adding texts does not move any other text.
+    Equal texts are in the same split, and adding texts moves no other text to the other split.
     """
     sides: tuple[list[str], list[str]] = ([], [])
     for text in texts:

@@ -33,7 +33,7 @@ _HIDDEN, _REPLACED, _OF = 8, 1, 10
 
 @dataclass(kw_only=True)
 class MaskedConfig(RunConfig):
-    """Config to pretrain on masked tokens; other fields are `RunConfig`'s.
+    """Config for pretraining on masked tokens; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the

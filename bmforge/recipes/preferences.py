@@ -56,15 +56,16 @@ ReferenceKind = Literal["adapter", "copy", "precomputed"]
 
 @dataclass(kw_only=True)
 class PairData(ExampleConfig):
-    """Preference data options of a run; other fields are `ExampleConfig`'s.
+    """Preference data options of a run; the other fields are those of `ExampleConfig`.
 
     Args:
-        global_batch_size, micro_batch_size: pairs (two rows each) instead of rows.
+        global_batch_size, micro_batch_size: number of pairs (two sequences each) instead of
+            sequences.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
-        prefix_sharing: put both answers of a pair into one row after a single copy of their prompt,
-            which is then computed once; loss and gradients are the same. For `train preferences`
-            with pairs.
+        prefix_sharing: put both answers of a pair into one sequence after a single copy of their
+            prompt, which is then computed once; loss and gradients are the same. For `train
+            preferences` with pairs.
     """
 
     seq_len: int = 1024
@@ -75,7 +76,7 @@ class PairData(ExampleConfig):
 
 @dataclass(kw_only=True)
 class PreferencesConfig(RunConfig):
-    """Config of preference optimization; other fields are `RunConfig`'s.
+    """Config of preference optimization; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,

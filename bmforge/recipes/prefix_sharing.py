@@ -1,4 +1,4 @@
-"""Checks whether a run can put both answers of a pair into one row (`data.prefix_sharing`)."""
+"""Checks whether a run can put both answers of a pair into one sequence with a shared prompt."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refuse_prefix_sharing(config: Any, reason: str) -> None:
 def check_prefix_sharing(config: Any) -> None:
     """Raise `ConfigError` if the model or layout of a preferences run cannot share prefixes.
 
-    Shared rows set the attention mask and the positions, so sliding windows and attention biases,
-    which depend on distances within the row, are not supported.
+    A sequence with both answers has its own attention mask and positions. Sliding windows and
+    attention biases depend on distances within the sequence, so they are not supported.
     """
     if not config.data.prefix_sharing:
         return
@@ -56,11 +56,11 @@ def _find_problem(config: Any) -> str | None:
 
 
 def check_shared_width(config: Any, width: int) -> None:
-    """Raise `ConfigError` if shared rows are longer than the table of learned positions.
+    """Raise `ConfigError` if sequences with both answers exceed the learned positions.
 
     Args:
         config: config of the run.
-        width: length of a row with both answers, in tokens.
+        width: length of a sequence with both answers, in tokens.
     """
     limit = traits_of(config.model).row_limit(config.model)
     if config.data.prefix_sharing and limit is not None and width > limit:

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class PretrainConfig(RunConfig):
-    """Config of a pretraining run; other fields are `RunConfig`'s.
+    """Config of a pretraining run; the other fields are those of `RunConfig`.
 
     Args:
         data: training and validation text.
@@ -46,7 +46,7 @@ class PretrainConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class GPT2PretrainConfig(PretrainConfig):
-    """Config to pretrain a GPT-2; `model` is its config."""
+    """Config for pretraining a GPT-2; `model` is its config."""
 
     run_dir: Path = Path("runs/gpt2-pretrain")
     model: GPT2Config = field(default_factory=lambda: GPT2Config.preset("gpt2-small"))
@@ -54,7 +54,7 @@ class GPT2PretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class LlamaPretrainConfig(PretrainConfig):
-    """Config to pretrain a Llama; `model` is its config."""
+    """Config for pretraining a Llama; `model` is its config."""
 
     run_dir: Path = Path("runs/llama-pretrain")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -62,7 +62,7 @@ class LlamaPretrainConfig(PretrainConfig):
 
 @dataclass(kw_only=True)
 class CPM1PretrainConfig(PretrainConfig):
-    """Config to pretrain a CPM-1; `model` is its config."""
+    """Config for pretraining a CPM-1; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm1-pretrain")
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))

@@ -66,7 +66,7 @@ _ROWS = "embed.prompt.weight"
 
 @dataclass(kw_only=True)
 class PromptDataConfig(TaskDataConfig):
-    """Data options of a prompt run; other fields are `TaskDataConfig`'s.
+    """Data options of a prompt run; the other fields are those of `TaskDataConfig`.
 
     Args:
         shots: training examples per label, or in total for a task with text answers; 0 for all.
@@ -88,7 +88,9 @@ class PromptDataConfig(TaskDataConfig):
 
 @dataclass(kw_only=True)
 class PromptGenerateConfig(RunConfig):
-    """Config to train generation at a template's mask; other fields are `RunConfig`'s.
+    """Config for training generation at a template's mask.
+
+    The other fields are those of `RunConfig`.
 
     Args:
         data: the task.
@@ -117,15 +119,17 @@ class PromptGenerateConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class PromptTuneConfig(PromptGenerateConfig):
-    """Config to train classification with a prompt; other fields are `PromptGenerateConfig`'s.
+    """Config for training classification with a prompt.
+
+    The other fields are those of `PromptGenerateConfig`.
 
     Args:
         verbalizer: file with the label words of each class (if None: those of the task).
         verbalizer_class: user class instead of `ManualVerbalizer`, in the form of
-            `template_class`; it receives `join` unless `join` is "first".
-        join: score of a label word with several tokens: first, max, mean or joint.
+            `template_class`; its constructor receives `join`, unless `join` is "first".
+        join: score of a label word with several tokens: "first", "max", "mean" or "joint".
         behind: handling of template text after the mask, which a causal model does not read:
-            refuse, leave out or score.
+            "refuse", "leave out" or "score".
         calibrate: number of unlabeled examples for contextual calibration; 0 disables it.
         zero_shot: evaluate the model without training (one step at a learning rate of 0).
     """
@@ -142,7 +146,7 @@ def train_classes(config: Any) -> RunResult:
     """Run or resume training of a classifier that uses a prompt template.
 
     Args:
-        config: a `PromptTuneConfig` with `model`.
+        config: a `PromptTuneConfig` with a field `model`, the config of the model to train.
 
     Raises:
         BmforgeError: see `run_recipe`.
@@ -159,7 +163,7 @@ def train_texts(config: Any) -> RunResult:
     """Run or resume training of a model to generate text at a template's mask.
 
     Args:
-        config: a `PromptGenerateConfig` with `model`.
+        config: a `PromptGenerateConfig` with a field `model`, the config of the model to train.
 
     Raises:
         BmforgeError: see `run_recipe`.

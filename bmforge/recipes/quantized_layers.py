@@ -1,4 +1,4 @@
-"""Measures the quantization error of each layer: its output minus the original layer's."""
+"""Measures the quantization error of each layer: the relative error of the layer's outputs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
 
 
 class _Losses:
-    """Accumulates the squared outputs and squared output errors of each module.
+    """Accumulates the squared outputs, and squared output errors, of each module.
 
     Args:
         read: function that reads original weights.

@@ -1,6 +1,7 @@
 """Quickstart: trains a small language model from raw text in minutes, with one command.
 
-The steps: prepare, pretrain a small GPT-2, compare with n-gram models, sample, export, report.
+The steps are: prepare the text, pretrain a small GPT-2, compare it with n-gram models, generate
+samples, export the model, and write a report.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _sample(config: QuickstartConfig, corpus: PrepareReport) -> None:
 
 
 def _check_run_dir(run_dir: Path) -> None:
-    """Raise `ConfigError`, before any work, if the directory belongs to another program."""
+    """Raise `ConfigError`, before any work, if the run directory belongs to another program."""
     check_place(run_dir, "run_dir")
     if not (run_dir / "data" / RECORD_NAME).exists():
         problem = check_free(run_dir)

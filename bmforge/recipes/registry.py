@@ -78,7 +78,7 @@ class Form:
     """One implementation of a task, for families with certain traits.
 
     Args:
-        fits: predicate on a family's traits.
+        fits: function (traits of a family) -> True if the implementation supports the family.
         config: config class of the task, without `model`.
         run: function that runs the task.
     """
@@ -126,22 +126,22 @@ class Recipe:
 
 
 def _writes(traits: Traits) -> bool:
-    """Return True if the family can learn to generate text after a prompt."""
+    """Return True if a family with these traits can learn to generate text after a prompt."""
     return traits.reads == "apart" or _continues(traits)
 
 
 def _continues(traits: Traits) -> bool:
-    """Return True if the family is a decoder, which continues a text."""
+    """Return True if a family with these traits is a decoder, which continues a text."""
     return (traits.reads, traits.objective) == ("left", "next token")
 
 
 def _goes_on(traits: Traits) -> bool:
-    """Return True if the family generates token by token, at a blank or at the end."""
+    """Return True if a family with these traits generates token by token."""
     return _writes(traits) or traits.objective == "blanks"
 
 
 def _is_batched(traits: Traits) -> bool:
-    """Return True for causal decoders, whose generation requests the engine batches."""
+    """Return True for causal decoders; the engine batches their generation requests."""
     return _continues(traits) and traits.positions in ("learned", "rotary", "alibi")
 
 

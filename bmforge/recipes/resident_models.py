@@ -52,8 +52,8 @@ def teacher_copy(model: nn.Module) -> Resident:
 def value_model(model: nn.Module) -> Resident:
     """Return the memory of PPO's value model between its steps: weights and two AdamW states.
 
-    The value model's step comes before the policy's and needs about the same memory, so it does not
-    raise the peak; its gradients are freed after the step.
+    The value model is updated before the policy. Its update needs about the same memory as that of
+    the policy, so the peak is not higher; its gradients are freed after the step.
 
     Args:
         model: value model on meta, with `requires_grad` set to False for frozen parameters.

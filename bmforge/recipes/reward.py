@@ -36,7 +36,7 @@ _HEAD = "sequence_classification"
 
 @dataclass(kw_only=True)
 class RewardConfig(RunConfig):
-    """Config to train a reward model; other fields are `RunConfig`'s.
+    """Config for training a reward model; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,

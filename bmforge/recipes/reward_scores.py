@@ -105,7 +105,7 @@ def open_reward_model(
 
 
 class _Scorer:
-    """Base class of reward models: loads the tokenizer, and runs batches of rows."""
+    """Base class of reward models: loads the tokenizer, and runs batches of encoded answers."""
 
     def __init__(self, directory: Path, model: Any) -> None:
         self._model = model

@@ -30,7 +30,7 @@ __all__ = ["ReinforcementConfig", "train_rl"]
 
 @dataclass(kw_only=True)
 class ReinforcementConfig(RunConfig):
-    """Config of reinforcement learning; other fields are `RunConfig`'s.
+    """Config of reinforcement learning; the other fields are those of `RunConfig`.
 
     Args:
         data: prompts, with further fields for the reward functions.

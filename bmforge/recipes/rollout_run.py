@@ -75,7 +75,7 @@ def check_rollouts(config: Any) -> None:
 
 
 def _check_exact(config: Any, longest: int, limit: int | None) -> None:
-    """Raise `ConfigError` if the sampling kernels cannot score rows of prompts and answers."""
+    """Raise `ConfigError` if the sampling kernels cannot score sequences of prompt and answer."""
     if config.adapter.kind is not None:
         raise ConfigError(
             "rollout.exact_logprobs=True is not supported with "
@@ -92,7 +92,7 @@ def _check_exact(config: Any, longest: int, limit: int | None) -> None:
         raise ConfigError(
             "rollout.exact_logprobs=True needs the native CPU kernels: a CPU as device and a "
             "C++ compiler. Leave it out; the metric sampling/sampling_logp_difference shows "
-            "the difference."
+            "how far the log-probabilities of sampling and training differ."
         )
 
 
@@ -197,7 +197,10 @@ class RolloutRun:
         self.loader.begin(self._writer, open_scores(model), self._note, steps)
 
     def score_rows(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the engine's log-probabilities of rows; callable once training has begun."""
+        """Return the log-probabilities of token sequences under the engine's model.
+
+        Call this method only after training has begun.
+        """
         assert self._writer is not None
         return self._writer.score(rows)
 

@@ -113,8 +113,8 @@ class RunConfig:
         adapter: train an adapter instead of the whole model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
             fp16, or int8 and int4 (QLoRA); if None, the precision of the computation.
-        epochs: number of epochs, which determines train.steps (if None: as set by train.steps; on
-            the command line, `conversations` defaults to 3 epochs if neither is given).
+        epochs: number of epochs, which determines train.steps (if None: the run has train.steps
+            steps; on the command line, `conversations` defaults to 3 epochs if neither is given).
         freeze_base: train only modules attached by `changes`, and with `new_head` the head.
         seed: random seed of the weight initialization.
         train: options for the training loop.
@@ -132,7 +132,7 @@ class RunConfig:
         license: SPDX id of the export's license.
         wandb_project: Weights & Biases project to log to.
         timeout_s: seconds after which a process that does not answer counts as failed; then all
-            processes exit with an error that names it.
+            processes exit with an error that names this process.
         override: fields or tables that a resumed run changes on purpose, such as train.optim.lr
             or data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
     """
@@ -170,17 +170,18 @@ class TrainingData:
 
     Args:
         loader: iterator over the micro-batches of every step.
-        row_tokens: length of a row in tokens, to compute the FLOPs of attention.
+        row_tokens: length of a training sequence in tokens, to compute the FLOPs of attention.
         held_out: dict from name of a held-out data set to a function that returns this process's
             batches of one epoch; every process gets equally many batches.
         objective: loss function.
         save_tokenizer: function that writes the tokenizer to the export.
         special_ids: fields of the export's config.json for tokens and classes, such as
             ``eos_token_id`` and ``id2label``.
-        figures: function (trained model, evaluation) -> further metrics; all processes call it.
+        figures: function (trained model, evaluation) -> further metrics; all processes call the
+            function.
         close, begin: functions to call at the end of the run (close) and before training (begin);
             `begin` receives the parallelized model.
-        epoch_rows: rows of one epoch; None if the data has no epochs.
+        epoch_rows: number of training sequences per epoch; None if the data has no epochs.
     """
 
     loader: Loader

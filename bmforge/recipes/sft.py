@@ -1,8 +1,8 @@
 """Supervised fine-tuning on conversations (`bmforge train conversations`).
 
 The loss is computed on the answers. Conversations are rendered with the model's chat template. For
-a decoder, several conversations are packed into one row; for an encoder-decoder, every answer is a
-row.
+a decoder, several conversations are packed into one sequence; for an encoder-decoder, every answer
+is a separate example.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ Render = Callable[[ChatExample], list[AnswerText]]
 
 @dataclass(kw_only=True)
 class ConversationData(ExampleConfig):
-    """Options for the conversations to train on; other fields are `ExampleConfig`'s.
+    """Options for the conversations to train on; the other fields are those of `ExampleConfig`.
 
     Args:
-        seq_len: maximum sequence length in tokens. With little data, sequences are
-            shorter, so that an epoch has up to ten steps, but hold the longest conversation.
+        seq_len: maximum sequence length in tokens. With little data, sequences are shortened until
+            an epoch has up to ten steps, but never below the longest conversation.
         answers: train on all answers of a conversation, or on the last one only.
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
@@ -89,7 +89,7 @@ class ConversationData(ExampleConfig):
 
 @dataclass(kw_only=True)
 class ConversationsConfig(RunConfig):
-    """Config to fine-tune on conversations; other fields are `RunConfig`'s.
+    """Config for fine-tuning on conversations; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
@@ -109,7 +109,10 @@ class ConversationsConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class LlamaSFTConfig(ConversationsConfig):
-    """Config to fine-tune a Llama on chats; fields set in `model` override those of `init_from`."""
+    """Config for fine-tuning a Llama on chats.
+
+    Fields set in `model` override those of the checkpoint in `init_from`.
+    """
 
     run_dir: Path = Path("runs/llama-sft")
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
@@ -239,10 +242,10 @@ def _is_empty_answer(message: Mapping[str, Any]) -> bool:
 def _hold_out(
     conversations: Sequence[ChatExample], fraction: float, seed: int
 ) -> tuple[list[ChatExample], list[ChatExample]]:
-    """Divide conversations by a hash into a training part and an evaluation part.
+    """Split conversations by a hash into training and evaluation data.
 
-    Equal conversations are in the same part, and adding data moves no conversation to the other
-    part.
+    Equal conversations are in the same split, and adding data moves no conversation to the other
+    split.
     """
 
     def is_held_out(conversation: ChatExample) -> bool:
@@ -266,7 +269,7 @@ def _open_answers(
     render: Render,
     conversations: Sequence[ChatExample],
 ) -> ExampleSource:
-    """Encode conversations for an encoder-decoder, one row per answer."""
+    """Encode conversations for an encoder-decoder, one example per answer."""
     traits = traits_of(config.model)
     return open_answers(conversations, render, template.end_mark(), tokenizer, traits, config)
 
@@ -274,5 +277,5 @@ def _open_answers(
 def _encode(
     conversations: Sequence[ChatExample], render: Render, tokenizer: Any
 ) -> list[EncodedRow]:
-    """Encode conversations for a decoder, before they are packed into rows."""
+    """Encode conversations for a decoder, before several are packed into one sequence."""
     return [row for c in conversations for row in encode_turns(render(c), tokenizer)]

@@ -1,7 +1,7 @@
 """Span corruption training of encoder-decoders: the pretraining of CPM-2 and T5.
 
-Spans are replaced by sentinels; the target is each sentinel with its span, and one final sentinel.
-With `init_from`, the recipe fine-tunes a model on raw text.
+Spans are replaced by sentinels; the target is the sequence of all sentinels, each followed by its
+span, and one final sentinel. With `init_from`, the recipe fine-tunes a model on raw text.
 
 Source: Raffel et al. (2020), section 3.1.4; ``preprocess_data_enc_dec.py`` and
 ``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into rows; in this module
@@ -49,7 +49,7 @@ Seed = tuple[int | str, ...]
 
 @dataclass(kw_only=True)
 class SpanConfig(RunConfig):
-    """Config to train on span corruption; other fields are `RunConfig`'s.
+    """Config for training on span corruption; the other fields are those of `RunConfig`.
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` is the maximum
@@ -72,7 +72,7 @@ class SpanConfig(RunConfig):
 
 @dataclass(kw_only=True)
 class CPM2SpansConfig(SpanConfig):
-    """Config to pretrain a CPM-2 on span corruption; `model` is its config."""
+    """Config for pretraining a CPM-2 on span corruption; `model` is its config."""
 
     run_dir: Path = Path("runs/cpm2-pretrain")
     model: CPM2Config = field(default_factory=lambda: CPM2Config.preset("cpm2-2.1"))
@@ -80,7 +80,7 @@ class CPM2SpansConfig(SpanConfig):
 
 @dataclass(kw_only=True)
 class T5SpansConfig(SpanConfig):
-    """Config to pretrain a T5 on span corruption; `model` is its config."""
+    """Config for pretraining a T5 on span corruption; `model` is its config."""
 
     run_dir: Path = Path("runs/t5-pretrain")
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
@@ -213,7 +213,7 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     if changed:
         raise ConfigError(
             f"{', '.join(changed)} have no effect, because the spans in {list(data.paths)} are "
-            "already chosen. Leave these options out."
+            "already cut out. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
     sentinels = _sentinels_of(config.model, tokenizer)

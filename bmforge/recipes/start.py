@@ -90,8 +90,8 @@ def find_start(name: str) -> Start:
         near = get_close_matches(name, dict.fromkeys(names), n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ConfigError(
-            f"unknown model: model={name!r} (a preset, a family, a directory, or a model of the "
-            f"hub with its owner, such as openai-community/gpt2).{hint} "
+            f"unknown model: model={name!r} (expected: a preset, a family, a directory, or "
+            f"the id of a hub model with its owner, such as openai-community/gpt2).{hint} "
             "docs/reference/presets.md lists all presets and families."
         )
     return _start_from(name)
@@ -109,7 +109,7 @@ def traits_of(config: ModelConfig) -> Traits:
 
 
 def check_length(config: Any) -> None:
-    """Raise `ConfigError` if rows, with a soft prompt, exceed the model's maximum length."""
+    """Raise `ConfigError` if data.seq_len, with a soft prompt, exceeds the maximum length."""
     limit = traits_of(config.model).row_limit(config.model)
     prompt = soft_prompt_length(config)
     if limit is not None and config.data.seq_len + prompt > limit:

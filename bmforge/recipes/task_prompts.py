@@ -31,7 +31,7 @@ class AskedTask(Protocol):
     """Interface of a task's examples in a model's input format, with the metrics to measure.
 
     Attributes:
-        source: training rows with the correct answers.
+        source: `ExampleSource` of the encoded examples with the correct answers.
     """
 
     source: ExampleSource
@@ -195,7 +195,7 @@ def _choose(
 def _class_rows(
     examples: Sequence[TaskExample], wording: Wording
 ) -> list[tuple[tuple[str, ...], int]]:
-    """Return rows (text segments, class index): one per example, or one per answer choice."""
+    """Return (text segments, class index) pairs: one per example, or one per answer choice."""
     rows = []
     for example in examples:
         right = right_options(example, wording.options(example))

@@ -27,7 +27,7 @@ _HEAD = "sequence_classification"
 
 
 def check_value(config: Any, policy: Policy) -> None:
-    """Raise `ConfigError` for value options without effect, or options that exclude value models.
+    """Raise `ConfigError` for options that have no effect or that conflict with a value model.
 
     Args:
         config: config of a reinforcement-learning run.

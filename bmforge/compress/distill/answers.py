@@ -1,7 +1,7 @@
 """Saved teacher predictions: the top-k tokens per position, written once and read in training.
 
-A row is identified by a hash of its inputs (ids, mask, positions). The batch order and the parallel
-layout therefore do not matter, and a row without saved predictions raises an error.
+A sequence is identified by a hash of its inputs (ids, mask, positions). The batch order and the
+parallel layout therefore do not matter, and a sequence without saved predictions raises an error.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def find_head(model: nn.Module, who: str) -> LMHead:
 def _ask(
     teacher: nn.Module, recorder: Recorder, batch: Any, count: int, temperature: float
 ) -> tuple[list[int], TopKPredictions]:
-    """Run the teacher on a batch; return the rows' hashes and the predictions at all positions."""
+    """Run the teacher on a batch; return the hashes of its sequences, and all predictions."""
     inputs = prepare_batch(teacher, batch)
     inputs["labels"] = inputs["input_ids"].clone()  # so that every position is predicted
     with recorder.recording():
@@ -169,7 +169,7 @@ def _ask(
 
 
 def keys_of(inputs: Mapping[str, Any]) -> list[int]:
-    """Return one hash per row of a batch, computed from all model inputs of the row."""
+    """Return one hash per sequence of a batch, computed from all model inputs of the sequence."""
     rows = inputs["input_ids"].shape[0]
     seen: dict[str, Tensor] = {}
     for name, value in sorted(inputs.items()):
@@ -189,7 +189,7 @@ def keys_of(inputs: Mapping[str, Any]) -> list[int]:
 
 
 class _Shards:
-    """Writes answers to shards with a limited number of rows."""
+    """Writes answers to shard files with a limited number of sequences."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._limit, self._number = folder, shard_bytes, 0
@@ -201,7 +201,7 @@ class _Shards:
         self._starts, self._parts, self._bytes = [0], list[TopKPredictions](), 0
 
     def add(self, keys: list[int], answers: TopKPredictions) -> None:
-        """Add the rows of a batch; rows that are already saved are skipped."""
+        """Add the sequences of a batch; sequences that are already saved are skipped."""
         length = answers.ids.shape[0] // len(keys)
         for row, key in enumerate(keys):
             if key in self._known:
@@ -234,7 +234,7 @@ class _Shards:
         """Write the last shard and the metadata.
 
         Raises:
-            ConfigError: no row was added.
+            ConfigError: no sequence was added.
         """
         if self._parts:
             self._write()
@@ -289,7 +289,7 @@ class TeacherAnswers:
                 self._places[key] = number, starts[row], starts[row + 1]
 
     def look_up(self, inputs: Mapping[str, Any], tokens: int | None = None) -> TopKPredictions:
-        """Return the answers for all positions of a batch, row by row, on the device of its ids.
+        """Return the answers for all positions of a batch, in order, on the device of its ids.
 
         Args:
             inputs: keyword arguments of the model's forward.
@@ -297,7 +297,7 @@ class TeacherAnswers:
                 only positions with a label are returned.
 
         Raises:
-            DataError: no answer was saved for a row.
+            DataError: no answer was saved for a sequence.
         """
         parts = []
         for row, key in enumerate(keys_of(inputs)):

@@ -278,7 +278,7 @@ class Distiller:
         self.step += 1
 
     def __call__(self, trainer: Any, row: Any) -> None:
-        """Trainer callback: update the step."""
+        """Trainer callback: set the number of completed steps."""
         self.step = trainer.step
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
         teacher: hidden states of the teacher, with the same hidden size.
         weights: token weights; tokens of weight 0 are excluded from the mean norms.
         form: "plain": mean squared difference; "mean_norm": the same after the student's and the
-            teacher's vectors are divided by their mean norm in the row; "cosine": one minus the
-            cosine similarity.
+            teacher's vectors are divided by their mean norm in the sequence; "cosine": one minus
+            the cosine similarity.
 
     Shape:
         student, teacher: (B, T, D); weights: (B, T); returns (B, T)
@@ -63,7 +63,7 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
 
 
 def _by_mean_length(x: Tensor, weights: Tensor) -> Tensor:
-    """Divide the vectors of each row by their mean norm."""
+    """Divide the vectors of each sequence by their mean norm."""
     counted = (weights > 0).to(x.dtype)
     total = (x.norm(dim=-1) * counted).sum(-1) / counted.sum(-1).clamp(min=1)
     return x / total.clamp(min=torch.finfo(x.dtype).tiny)[:, None, None]
@@ -150,7 +150,7 @@ def compare_relations(
 
 
 def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return KL(teacher || student) times T^2 per row, computed from complete logits.
+    """Return KL(teacher || student) times T^2 per row of logits; the logits must be unsharded.
 
     For a single logit (regression), the squared difference is returned.
 
@@ -177,7 +177,7 @@ def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) -> Tensor:
-    """Apply `compare` to chunks of queries and concatenate; chunks are recomputed in backward."""
+    """Apply `compare` to chunks of queries, recomputed in backward; concatenate the results."""
 
     def parts() -> Iterator[Tensor]:
         step = max(1, _CHUNK_ELEMENTS // max(1, each))

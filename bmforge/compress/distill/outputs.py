@@ -26,7 +26,7 @@ def compare_outputs(
         student, teacher: recorders of one call of each model.
         model: student model.
         temperature: distillation temperature T.
-        num_items: divisor of the sum over rows or tokens.
+        num_items: divisor of the sum over samples or tokens.
 
     Raises:
         ConfigError: student or teacher returned no logits.
@@ -45,7 +45,7 @@ def _logits_of(output: Any) -> Tensor | None:
 
 
 def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
-    """Return the mean of the losses of start and end logits, summed over rows."""
+    """Return the mean of the two losses of start and end logits, summed over the samples."""
     total: Tensor | None = None
     for name in ("start_logits", "end_logits"):
         student_logits, teacher_logits = getattr(student, name, None), getattr(teacher, name, None)
@@ -62,7 +62,7 @@ def _compare_spans(student: Any, teacher: Any, temperature: float) -> Tensor:
 
 
 def _label_mask(recorder: Recorder, model: nn.Module, losses: Tensor) -> Tensor:
-    """Return a mask that is 1 for the rows or tokens with a label."""
+    """Return a mask that is 1 for the samples or tokens with a label."""
     labels = recorder.inputs.get("labels")
     if labels is None or labels.is_floating_point() or labels.dim() != losses.dim():
         return torch.ones_like(losses)

@@ -20,8 +20,8 @@ def spread_items(
     """Return a weight per token; the weights sum to the number of items.
 
     In decoders, a token that predicts a label has weight 1. In encoders and classifiers, the number
-    of a row's labels is distributed evenly over its tokens, so that unmasked tokens are trained as
-    well.
+    of a sequence's labels is distributed evenly over its tokens, so that unmasked tokens are
+    trained as well.
 
     Args:
         recorder: recorder of the student's call.
@@ -52,7 +52,7 @@ def spread_items(
 
 
 def _labels_of(recorder: Recorder, rows: int) -> Tensor:
-    """Return the labels of the call; without labels (question answering), one zero per row."""
+    """Return the labels of the call; without labels (question answering), one zero per sequence."""
     labels = recorder.inputs.get("labels")
     return torch.zeros(rows, dtype=torch.long) if labels is None else labels
 

@@ -64,8 +64,9 @@ class Shrunk:
 def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
     """Apply a pruning plan in place; the model may be on the meta device.
 
-    The result computes the same as the full model in which every removed unit contributes zero.
-    (Removed hidden features are zero, and norms divide by the number of kept features.)
+    The result computes the same as the full model in which all removed heads, features and blocks
+    contribute zero. (Removed hidden features are zero, and norms divide by the number of kept
+    features.)
 
     Args:
         model: bmforge model of any family, not parallelized yet.
@@ -180,7 +181,7 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return a copy with the heads reordered, and lists of dims reordered accordingly."""
+    """Return a copy of `part` with its heads, and their lists of dims, in the order of `heads`."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
@@ -266,7 +267,8 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     """Return a dict from tensor name to the dims that depend on the hidden size.
 
-    They are found by comparing with a copy on meta that has another hidden size.
+    The dims are found by comparing the shapes with those of a copy on meta that has another hidden
+    size.
 
     Args:
         model: bmforge model of any family.

@@ -1,4 +1,4 @@
-"""Selects the units to keep from the gates' open probabilities."""
+"""Selects heads, features and blocks to keep from the open probabilities of their gates."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return the fraction of gates that each layer keeps open, if exact sizes are configured.
+    """Return the fraction of gates to keep open, by (block, kind); {} without exact sizes.
 
     Raises:
-        ConfigError: a size is set for a dimension without gates, or is not a whole number of units.
+        ConfigError: a size is set for a dimension without gates, or is not a multiple of the size
+            of a unit.
     """
     if config.target != "sizes":
         return {}
@@ -128,9 +129,9 @@ def binarise(
     reached = sum(cost.values())
     if reached > limit:
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} (at least "
-            f"{reached / costs.total:.3f} of the {config.target} of the blocks). Increase "
-            "keep_ratio, or use more gates."
+            f"keep_ratio={config.keep_ratio} cannot be reached with gates={config.gates} "
+            f"(allowed: at least {reached / costs.total:.3f} of the {config.target} of the "
+            "blocks). Increase keep_ratio, or use more gates."
         )
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 
@@ -141,7 +142,10 @@ def _likely_open(value: Tensor, step: int) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups with equally many kept units: KV heads for head dims, else 1."""
+    """Return the number of groups in which the same number of units must be kept.
+
+    For the dims of heads, it is the number of key-value heads; for other units, it is 1.
+    """
     if key[1] != "dims":
         return 1
     return int(blocks_of(model)[key[0]].spec.attn.num_kv_heads)  # type: ignore[union-attr]
@@ -160,7 +164,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return (mean open probability, key, unit indices) of each set of units to remove together."""
+    """Return (mean open probability, key, indices) of each set of units that is pruned at once."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -180,7 +184,7 @@ def _steps(
 def _dim_steps(
     key: tuple[str, str], value: Tensor, groups: int
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return the steps for head dims, each of which removes one unit of every head."""
+    """Return the entries of `_steps` for head dims; each one prunes one unit of every KV head."""
     ordered, index = value.double().view(groups, -1).sort(dim=-1, stable=True)
     size = ordered.shape[1]
     starts = torch.arange(groups)[:, None] * size
@@ -197,7 +201,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Close units, unless the last units of a required attention or MLP would be removed."""
+    """Prune units, unless an attention or MLP that must remain would lose its last units."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
@@ -213,7 +217,7 @@ def _close_(
 def _fewest(kind: str, config: StructureConfig) -> int:
     """Return the number of units of a kind that are pruned at a time.
 
-    At least as many are kept.
+    At least this number of units is kept.
     """
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
@@ -235,7 +239,7 @@ def _attentions_left(
 
 
 def _cost(costs: Costs, name: str, left: Mapping[tuple[str, str], set[int]]) -> float:
-    """Return the cost of a block with its remaining units."""
+    """Return the cost of a block that has only the units in `left`."""
     kinds: dict[str, float] = {
         kind: len(left[name, kind]) for kind in GATE_KINDS if (name, kind) in left
     }

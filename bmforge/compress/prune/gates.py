@@ -112,7 +112,7 @@ def _gate_of(name: str, block: Block, kind: str, rope: RopeSpec | None) -> HardC
 
 
 def _owners_of(block: Block, kind: str) -> list[Any]:
-    """Return the modules of a block whose child a gate of this kind is."""
+    """Return the modules of a block to which a gate of this kind is attached as a child."""
     if kind in ("heads", "dims"):
         return [attn for attn in (block.attn, block.cross_attn) if attn is not None]
     return [block.mlp if kind == "features" else block]
@@ -175,7 +175,7 @@ def _whole(delta: Tensor) -> Tensor:
 
 
 def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
-    """Fix every gate to 1 for the chosen units and 0 for the others, and stop its training."""
+    """Set every gate to 1 for the chosen units and to 0 for the others; gates are then frozen."""
     for key, gate in gates.items():
         mask = torch.zeros(gate.units)
         mask[list(chosen[key])] = 1.0

@@ -19,7 +19,7 @@ __all__ = ["Movement"]
 
 
 class Movement:
-    """Accumulates weight times change over the local shards of parameters.
+    """Accumulates weight times weight change, for the local shards of parameters.
 
     Memory: a copy of the weights, and their scores.
     """
@@ -30,7 +30,7 @@ class Movement:
 
     @torch.no_grad()
     def note(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the scores of the last optimizer step."""
+        """Add the movement scores of the last optimizer step to the accumulated scores."""
         for name, parameter in parameters.items():
             now = _read(parameter)
             before = self._before.get(name)
@@ -42,7 +42,7 @@ class Movement:
                 self._scores[name] = torch.zeros_like(now)
 
     def scores(self, name: str, values: Tensor) -> Tensor:
-        """Return the accumulated scores; zeros before the first step."""
+        """Return a parameter's accumulated movement scores; zeros before the first step."""
         return self._scores.get(name, torch.zeros_like(values))
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:

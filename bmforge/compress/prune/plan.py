@@ -1,4 +1,4 @@
-"""Pruning plans: indices of the kept units of a model, validated and stored as JSON.
+"""Pruning plans: indices of the heads, features and blocks to keep, checked, stored as JSON.
 
 A plan contains no weights. Importance scores or gates produce a plan (`make_plan.py`,
 `structure.py`), and `shrink_` applies it.

@@ -174,7 +174,7 @@ class StructureMethod(MethodBase):
         masks_of(chosen, self.gates)
 
     def _shift_(self) -> None:
-        """Shift all gates of a target by a common offset, so that the target is met exactly."""
+        """Shift the logits of all gates that share a target so that the target is met exactly."""
         targets = [[key] for key in self.wanted] or [list(self.gates)]
         for keys in targets:
             low, high = -_FAR, _FAR

@@ -149,8 +149,8 @@ def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     lacking = [n for n in common if not any(getattr(sizes, n) for sizes in sizes_by_name.values())]
     if lacking:
         raise ConfigError(
-            f"{lacking[0]}={common[lacking[0]]} has no effect, because no layer of this "
-            f"{type(model).__name__} has such parts. Leave {lacking[0]} out."
+            f"{lacking[0]}={common[lacking[0]]} has no effect, because it applies to no "
+            f"layer of this {type(model).__name__}. Leave {lacking[0]} out."
         )
     for glob, options in config.layers.items():
         sizes_by_name[glob] = config_from_dict(Sizes, dict(options), f"layers.{glob}.")

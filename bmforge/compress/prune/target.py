@@ -67,9 +67,9 @@ def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Prun
         dropped.setdefault((name, kind), []).extend(numbers)
     if left > limit:
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} cannot be reached by pruning heads and MLPs (at "
-            f"least {left / costs.total:.3f} of the {config.target} of the blocks). Remove "
-            "blocks first (num_layers)."
+            f"keep_ratio={config.keep_ratio} cannot be reached by pruning heads and MLPs "
+            f"(allowed: at least {left / costs.total:.3f} of the {config.target} of the blocks). "
+            "Remove blocks first (num_layers)."
         )
     return _plan_of(blocks, dropped)
 
@@ -172,9 +172,9 @@ def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Co
     if best is None:
         least = cost(config.tensor_parallel, config.multiple_of)
         raise ConfigError(
-            f"keep_ratio={config.keep_ratio} cannot be reached with equal layers (at least "
-            f"{least / costs.total:.3f} of the {config.target} of the blocks). Increase "
-            "keep_ratio, or leave uniform out."
+            f"keep_ratio={config.keep_ratio} cannot be reached with equal layers "
+            f"(allowed: at least {least / costs.total:.3f} of the {config.target} of the blocks). "
+            "Increase keep_ratio, or leave uniform out."
         )
     sizes = {}
     for name, block in blocks_of(model).items():

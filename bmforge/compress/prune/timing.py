@@ -79,7 +79,7 @@ def _sizes(units: int) -> list[int]:
 
 
 def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
-    """Return the cost of a sublayer, measured at several sizes."""
+    """Return the cost of a sublayer in milliseconds, measured at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
     times = time_each([_build(spec, like) for spec in specs.values()], x)
@@ -101,7 +101,10 @@ def _build(spec: BlockSpec, like: Tensor) -> Block:
 
 @torch.no_grad()
 def time_each(blocks: Sequence[Block], x: Tensor) -> list[float]:
-    """Return each block's time in milliseconds: the median over rounds of all blocks."""
+    """Return the time of each block in milliseconds: the median over several rounds.
+
+    Each round runs every block once.
+    """
     times: list[list[float]] = [[] for _ in blocks]
     for number in range(_ROUNDS + 1):
         for block, taken in zip(blocks, times, strict=True):

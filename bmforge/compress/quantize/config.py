@@ -33,10 +33,10 @@ class QuantizeConfig:
         where: name globs of modules; if empty, the blocks' linear layers and experts.
         average_bits: mean bits per weight for "auto", including scales.
         training: quantization during training: "none"; "fake" for fake quantization of weights and
-            inputs; "int8" for int8 matrix products in the forward pass; "int8-both" for int8
+            activations; "int8" for int8 matrix products in the forward pass; "int8-both" for int8
             products also in the backward pass. The int8 modes need the scheme "int8-dynamic".
-        strength: fraction of the inputs' range that is moved into the weights, 0 to 1 (smooth
-            only).
+        strength: exponent alpha of SmoothQuant: how much of the activations' range moves into the
+            weights, 0 to 1 (smooth only).
         grid: number of scale exponents to try (awq only).
         damp: fraction of the Hessian's mean diagonal that is added to the diagonal (gptq only).
         block_columns: number of columns per block, after which the remaining columns are

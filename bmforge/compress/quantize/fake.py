@@ -39,7 +39,7 @@ def is_rounding(module: nn.Module) -> bool:
 class FakeQuantize(MethodBase):
     """Fake-quantizes linear layers in training, and packs the weights at the end.
 
-    For experts, only the weights are fake-quantized, not the inputs. With ``training="none"``,
+    For experts, only the weights are fake-quantized, not the activations. With ``training="none"``,
     training is unchanged, and `finish_` quantizes the weights.
 
     Args:

@@ -45,7 +45,10 @@ class Fold:
     head_dim: int = 0
 
     def settle(self, scales: Tensor) -> Tensor:
-        """Return the scales, (columns,), with the maximum for heads that share source channels."""
+        """Return scales, (columns,), that are equal for heads that share source channels.
+
+        The common value is the maximum over these heads.
+        """
         shared = self._by_source(scales)
         if shared.numel() == scales.numel():
             return scales

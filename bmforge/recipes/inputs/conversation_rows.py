@@ -1,6 +1,6 @@
-"""Converts conversations to token rows with labels on the answers; packs rows for decoders.
+"""Converts conversations to token sequences with labels on the answers, and packs them.
 
-`encode_turns` returns the rows of a conversation; `pack_rows` packs several into one row;
+`encode_turns` encodes a conversation; `pack_rows` packs several sequences into one row;
 `PackedConversations` and `open_answers` are the data of the `conversations` task.
 """
 
@@ -43,7 +43,7 @@ _STEPS_PER_EPOCH = 10
 
 
 class EncodedRow(NamedTuple):
-    """Token ids of a training row, and its labels, which are -100 for tokens without a loss."""
+    """Token ids and labels of a training sequence; tokens without a loss have the label -100."""
 
     ids: list[int]
     labels: list[int]
@@ -103,9 +103,9 @@ def _is_tool_name(message: Message, key: str) -> bool:
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Encode rendered answers; consecutive answers that extend the same text share a row.
+    """Encode rendered answers as sequences; answers that extend the same text share one.
 
-    The ids of a row are those that ``apply_chat_template`` returns for the whole text. If the
+    The ids of a sequence are those that ``apply_chat_template`` returns for the whole text. If the
     tokenizer merges tokens across the boundary between prompt and answer, the prompt has the same
     ids as in generation, and the answer is encoded separately.
 
@@ -194,7 +194,8 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 class PackedConversations:
     """`ExampleSource` of conversations packed into rows of equal length, for decoders.
 
-    Positions restart at each conversation of a row, and attention does not cross conversations.
+    Positions restart at each conversation of a row, and tokens attend only to tokens of the same
+    conversation.
 
     Args:
         rows: encoded conversations; those longer than `width` are truncated at the end.
@@ -278,7 +279,7 @@ def open_answers(
     traits: Traits,
     config: Any,
 ) -> AnswerRows:
-    """Convert conversations to rows for an encoder-decoder, one row per answer.
+    """Convert conversations to examples for an encoder-decoder, one example per answer.
 
     Args:
         conversations: data of the run.

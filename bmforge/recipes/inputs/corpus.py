@@ -65,8 +65,8 @@ class CorpusConfig:
         reset_at_documents: restart positions and attention at every document.
         tokenizer: directory of the tokenizer with which token stores were written; it is exported
             with the model (if None: that of the prepared directory).
-        eos_id: id of the token at the end of every document (if None: the one that the prepared
-            directory records, or else the tokenizer's).
+        eos_id: id of the token at the end of every document (if None: the id that the prepared
+            directory records, or else that of the tokenizer).
         validation: prefix of a validation store (if None: that of the first prepared directory).
         split: weights by which the documents of a token store are split into training, validation
             and unused documents, such as 949 50 1 (if empty: train on all).
@@ -94,7 +94,7 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a run, with its loader, held-out rows, tokenizer, and end-of-document token."""
+    """Corpus of a run, with its loader, held-out data, tokenizer, and end-of-document token."""
 
     loader: DataLoader
     validation: PackedDataset | None
@@ -104,7 +104,7 @@ class Corpus:
     config: CorpusConfig
 
     def held_out_batches(self, world: World) -> Iterator[Batch]:
-        """Yield this process's batches of one epoch over the held-out rows."""
+        """Yield this process's batches of one epoch over the held-out data."""
         assert self.validation is not None
         return iter_once(
             self.validation,
@@ -173,10 +173,10 @@ def open_corpus(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out token store, to be read once in rows of a given length.
+    """Held-out token store, which is read once, in sequences of a given length.
 
     Attributes:
-        dataset: rows of the store.
+        dataset: sequences of the store.
         text_bytes: size of the text in bytes; None if unknown.
     """
 
@@ -184,7 +184,7 @@ class HeldOut:
     text_bytes: int | None
 
     def batches(self, size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield the batches of one epoch for this rank, with `size` rows each."""
+        """Yield the batches of one epoch for this rank, with `size` sequences each."""
         return iter_once(self.dataset, size, rank, world)
 
 

@@ -101,8 +101,8 @@ class ExampleSource(Protocol):
 class ExampleLoader:
     """Endless iterator over optimizer steps; an item is a list of this rank's micro-batches.
 
-    The rows of a step are ordered by micro-batch, then rank; the last ones beyond the global batch
-    size are rows without labels, so that all ranks have the same shapes.
+    The examples of a step are ordered by micro-batch, then rank. Beyond the global batch size,
+    padding examples without labels are added, so that all ranks have the same shapes.
 
     Args:
         source: the examples; each is used once per epoch.
@@ -147,7 +147,7 @@ class ExampleLoader:
         return batches
 
     def _row(self, number: int | None) -> Example:
-        """Return the example with a global sample index; for None, a row without labels."""
+        """Return the example with a global sample index; for None, an unlabeled padding example."""
         if number is None:
             return _unlabel(self._source.make(0, ("padding",)))
         count, seed = len(self._source), self._config.seed
@@ -198,7 +198,7 @@ def iter_held_out(
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one epoch in order; every epoch has the same batches.
 
-    All ranks yield the same number of batches, padded with rows without labels.
+    All ranks yield the same number of batches; padding examples without labels are added.
     """
     size, total = config.micro_batch_size, len(source)
     if config.validation_batches is not None:
@@ -218,7 +218,7 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Build the `TrainingData` of a run from example sources; `fields` set its other fields."""
+    """Build the `TrainingData` of a run from example sources; `fields` are its other fields."""
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
@@ -236,13 +236,13 @@ def _unlabel(example: Example) -> Example:
 
 
 def _collate(rows: Sequence[Example], source: ExampleSource) -> Batch:
-    """Collate rows with the source's own `collate` method, or with this module's `collate`."""
+    """Collate examples with the `collate` method of their source, or else of this module."""
     own = getattr(source, "collate", None)
     return collate(rows, source.columns) if own is None else own(rows)
 
 
 def collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:
-    """Stack rows into tensors, padded at the end.
+    """Stack examples into a batch of tensors, padded at the end.
 
     Shape:
         every tensor (B, its width), int64

@@ -1,4 +1,4 @@
-"""Base class of example sources whose rows are padded at the end to the same length."""
+"""Base class of example sources whose sequences are padded at the end to the same length."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _WIDTH_UNIT = 32
 
 
 class PaddedRows:
-    """Base class of example sources that pad their rows to the same length.
+    """Base class of example sources that pad their sequences to the same length.
 
     Attributes:
-        width: length of all rows in tokens.
+        width: length of all padded sequences in tokens.
     """
 
     columns: Mapping[str, tuple[int, int]] = {"labels": (1, IGNORE_INDEX)}
 
     def set_width(self, rows: Iterable[Any], seq_len: int) -> None:
-        """Set `width` to the length of the longest row, rounded up, but at most `seq_len`.
+        """Set `width` to the length of the longest sequence, rounded up, but at most `seq_len`.
 
         Args:
-            rows: rows with ``ids``.
+            rows: encoded sequences.
             seq_len: maximum length in tokens.
         """
         longest = max((len(row.ids) for row in rows), default=1)
         self.width = min(seq_len, -(-longest // _WIDTH_UNIT) * _WIDTH_UNIT)
 
     def stack(self, rows: Sequence[EncodedRow], is_real: Sequence[bool]) -> dict[str, Tensor]:
-        """Stack rows into tensors, padded at the end; padding examples have no labels."""
+        """Stack sequences, padded at the end, into tensors; padding examples get no labels."""
         ids = torch.zeros(len(rows), self.width, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
         mask = torch.zeros_like(ids)
@@ -57,12 +57,12 @@ def is_real_row(row: Example) -> bool:
 
 
 def truncate_row(row: EncodedRow, seq_len: int) -> EncodedRow:
-    """Return the first `seq_len` tokens of a row."""
+    """Return a sequence truncated to its first `seq_len` tokens."""
     return EncodedRow(row.ids[:seq_len], row.labels[:seq_len])
 
 
 def has_labels(row: EncodedRow) -> bool:
-    """Return True if at least one token of a row has a label."""
+    """Return True if at least one token of a sequence has a label."""
     return any(label != IGNORE_INDEX for label in row.labels)
 
 
@@ -73,7 +73,7 @@ def report_rows(count: int, dropped: int, cut: int, seq_len: int, kind: str) -> 
         count: number of examples in the data.
         dropped: number of examples that were skipped.
         cut: number of examples that were truncated.
-        seq_len: maximum length of a row in tokens.
+        seq_len: maximum length of a sequence in tokens.
         kind: plural noun for the examples, such as "pairs".
     """
     log = get_logger()

@@ -1,6 +1,6 @@
 """Segments of prepared documents, for recipes in which every example is one text.
 
-A piece is a document, or a segment of a document that is longer than a row.
+A piece is a document, or a segment of a document that is longer than `seq_len` allows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
 
 
 class Pieces(Sequence[NDArray[np.int64]]):
-    """Documents of token stores as a sequence; long documents are cut, short ones are skipped.
+    """Documents of token stores as a sequence; long documents are split, short ones skipped.
 
     Args:
         stores: opened stores, or their paths without ``.bin`` or ``.idx``.

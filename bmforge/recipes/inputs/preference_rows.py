@@ -1,4 +1,4 @@
-"""Converts preference data to token rows: pairs of answers, and rated answers for KTO.
+"""Converts preference data to token sequences: pairs of answers, and rated answers for KTO.
 
 Answers are rendered and tokenized as in `conversation_rows.py`. Plain texts are not rendered: the
 tokenizer's BOS token is added before the prompt, and its EOS token after the answer.
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class EncodedPair(NamedTuple):
-    """Chosen and rejected answer to a prompt as token rows; KTO data has only one of the two."""
+    """Chosen and rejected answer to a prompt, as token sequences; for KTO only one of the two."""
 
     chosen: EncodedRow | None
     rejected: EncodedRow | None
@@ -56,7 +56,7 @@ def encode_preference(
     tokenizer: Tokenizer,
     ignore: Sequence[str] = (),
 ) -> EncodedPair:
-    """Encode both answers of an example; their rows begin with the same prompt tokens.
+    """Encode both answers of an example; both sequences begin with the same prompt tokens.
 
     Args:
         example: prompt and answers.
@@ -102,7 +102,7 @@ def _render(
 def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerText] | None]:
     """Move the end of the longer prompt into its answer, so that both prompts are equal.
 
-    The prompts differ if a generation prompt opens a thought that only one of the answers has.
+    The prompts differ if a generation prompt starts reasoning that only one of the answers has.
     """
     pairs = [each for each in turns if each]
     if len(pairs) < 2 or pairs[0][0].prompt == pairs[1][0].prompt:
@@ -119,7 +119,7 @@ def _share_prompt(turns: Sequence[list[AnswerText] | None]) -> list[list[AnswerT
 
 
 def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a multi-turn answer as one row; the template must not rewrite earlier messages."""
+    """Encode a multi-turn answer as one sequence; the template must not change earlier messages."""
     rows = encode_turns(turns, tokenizer)
     if len(rows) == 1:
         return rows[0]
@@ -129,10 +129,10 @@ def _join(location: str, turns: Sequence[AnswerText], tokenizer: Tokenizer) -> E
     )
     raise DataError(
         f"{location}: the chat template changes message {changed.number + 1} when later messages "
-        f"follow it (many omit the thoughts or the end token of earlier answers), so the "
-        f"{len(turns)} assistant messages of an answer cannot be rendered as one text. Give "
-        "answers with one assistant message and move the earlier messages into 'prompt', or give a "
-        "template that does not change earlier messages with --template."
+        "follow it (many templates omit the reasoning or the end token of earlier answers). The "
+        f"{len(turns)} assistant messages of an answer therefore cannot be rendered as one text. "
+        "Use answers of one assistant message and move earlier messages into 'prompt', or use "
+        "--template to pass a chat template that leaves earlier messages unchanged."
     )
 
 
@@ -153,7 +153,7 @@ def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _label(ids: list[int], prompt: int) -> EncodedRow:
-    """Return a row with labels on the tokens after the prompt; the first token has no label."""
+    """Return a sequence with labels on the tokens after the prompt, except on the first token."""
     prompt = max(prompt, 1)
     return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
 
@@ -176,7 +176,7 @@ def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[Encode
 
 
 class PreferencePairs(PaddedRows):
-    """Preference pairs as an `ExampleSource`: two rows per pair, the chosen answer first.
+    """Preference pairs as an `ExampleSource`: two sequences per pair, the chosen answer first.
 
     A pair with a completely truncated answer, or with equal answers after truncation, is skipped;
     `dropped` counts these pairs.
@@ -185,7 +185,7 @@ class PreferencePairs(PaddedRows):
         pairs: encoded pairs.
         seq_len: maximum length of a prompt with its answer in tokens; longer ones are truncated at
             the end.
-        shares_prefix: True to encode a pair as one row that contains the prompt once; see
+        shares_prefix: True to encode a pair as one sequence that contains the prompt once; see
             `prefix_sharing`.
     """
 
@@ -260,12 +260,12 @@ class PreferencePairs(PaddedRows):
 class MarkedAnswers(PaddedRows):
     """Answers rated good or bad as an `ExampleSource`, each with a mismatched answer.
 
-    The mismatched row has the same prompt, with the answer of the next example in the file that has
-    another prompt; it does not depend on the batch.
+    The sequence with the mismatched answer has the same prompt, with the answer of the next example
+    in the file that has another prompt. The choice does not depend on the batch.
 
     Args:
         pairs: encoded examples; a pair counts as a good and a bad answer.
-        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
+        seq_len: maximum length of a sequence in tokens; longer ones are truncated at the end.
     """
 
     def __init__(self, pairs: Sequence[EncodedPair], seq_len: int) -> None:
@@ -322,7 +322,7 @@ def _with_reference(
 
 
 def _prompt_length(row: EncodedRow) -> int:
-    """Return the number of tokens before the answer."""
+    """Return the number of tokens before the answer of a sequence."""
     return next(n for n, label in enumerate(row.labels) if label != IGNORE_INDEX)
 
 
@@ -339,7 +339,7 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
 
 
 def _mix(row: EncodedRow, other: EncodedRow) -> EncodedRow:
-    """Combine the prompt of one row with the answer of another."""
+    """Return a sequence with the prompt of `row` and the answer of `other`."""
     before, start = _prompt_length(row), _prompt_length(other)
     labels = [IGNORE_INDEX] * before + other.labels[start:]
     return EncodedRow(row.ids[:before] + other.ids[start:], labels)

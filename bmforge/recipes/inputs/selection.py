@@ -32,7 +32,7 @@ def split_path(path: str) -> tuple[str, tuple[Condition, ...]]:
 
 
 def place_of(path: str) -> str:
-    """Return a path without its conditions."""
+    """Return a data path without its conditions."""
     return split_path(path)[0]
 
 

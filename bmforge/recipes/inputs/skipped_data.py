@@ -1,4 +1,4 @@
-"""Reports how much of the training data is skipped, and why."""
+"""Reports how much of the training data is skipped, and for which reasons."""
 
 from __future__ import annotations
 

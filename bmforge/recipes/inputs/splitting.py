@@ -16,9 +16,9 @@ __all__ = ["StorePart", "check_split", "refuse_split"]
 
 
 class StorePart(TokenStore):
-    """One split of a token store's documents, usable as a store.
+    """One split of a token store's documents, which can be read like a token store.
 
-    As in Megatron-LM, documents stay in order and each split has whole documents.
+    As in Megatron-LM, each split consists of whole documents in their original order.
 
     Args:
         prefix: path of the store without ``.bin`` or ``.idx``.
@@ -40,7 +40,7 @@ class StorePart(TokenStore):
         if first == last:
             raise DataError(
                 f"token store {str(prefix)!r} has {len(spans)} documents, too few for "
-                f"data.split={tuple(split)}: entry {index} selects none. Raise that entry."
+                f"data.split={tuple(split)}: entry {index} selects none. Raise this entry."
             )
         self._spans = spans[first:last].copy()
         self._begin, self._end = int(spans[first, 0]), int(spans[last - 1, 1])

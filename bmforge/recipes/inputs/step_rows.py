@@ -1,4 +1,4 @@
-"""Converts answers with labeled steps to token rows, for process reward models.
+"""Converts answers with labeled steps to token sequences, for process reward models.
 
 A step is followed by a separator, and the separator's last token has the label of the step, as in
 TRL. Prompt, steps and separators are tokenized separately, so that a step has the same ids in
@@ -102,8 +102,8 @@ class LabeledSteps(PaddedRows):
     An answer without a label within `seq_len` tokens is skipped; `dropped` counts these answers.
 
     Args:
-        rows: encoded answers.
-        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
+        rows: encoded answers with their prompts.
+        seq_len: maximum length of a sequence in tokens; longer ones are truncated at the end.
     """
 
     def __init__(self, rows: Sequence[EncodedRow], seq_len: int) -> None:
@@ -123,7 +123,7 @@ class LabeledSteps(PaddedRows):
         return {"labels": [1], "index": [index]}
 
     def collate(self, rows: Sequence[Example]) -> Batch:
-        """Return a batch with one row per answer."""
+        """Return a batch with one sequence per answer."""
         answers = [self._rows[row["index"][0]] for row in rows]
         batch: dict[str, Tensor] = self.stack(answers, [is_real_row(row) for row in rows])
         return batch

@@ -17,7 +17,7 @@ __all__ = ["TaskDataConfig", "label_names", "open_task", "order_labels", "read_e
 
 @dataclass(kw_only=True)
 class TaskDataConfig(ExampleConfig):
-    """Task to train on; other fields are `ExampleConfig`'s.
+    """Task to train on; the other fields are those of `ExampleConfig`.
 
     Args:
         task: name of a published task, such as BoolQ or ag_news; omit it for user data.

@@ -40,7 +40,8 @@ __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_fact
 class Names:
     """Conversion between published module names and bmforge's.
 
-    The name of a fused layer corresponds to several bmforge names, in the order of the rows.
+    The name of a fused layer corresponds to several bmforge names, in the order of their rows in
+    the fused weight.
 
     Args:
         model: bmforge model; for other models the names are the same.

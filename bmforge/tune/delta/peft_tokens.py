@@ -53,7 +53,7 @@ def token_indices_of(
         fits: function (published name, patterns) that returns True if PEFT targets the layer.
 
     Raises:
-        CheckpointError: rows belong to layers that the model does not have.
+        CheckpointError: trained rows belong to layers that the model does not have.
     """
     kind = type(names.model).__name__
     if unknown := [name for name in owners if name not in names.ours]:
@@ -76,7 +76,7 @@ def token_indices_of(
     if biased := _biased_heads(names.model, own_indices):
         raise ConfigError(
             f"trainable_token_indices={indices!r} changes {biased[0]}, which has a bias that PEFT "
-            "would ignore. Train these tokens with bmforge."
+            "would ignore. Train the tokens again with bmforge's Lora(trainable_token_indices=...)."
         )
     return own_indices
 

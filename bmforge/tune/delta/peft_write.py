@@ -159,7 +159,7 @@ def write_tensors(
         wholes: parameters trained in full (`modules_to_save`).
 
     Returns:
-        dict from PEFT's name to tensor; dict from fused layer to ranks; rank and alpha patterns
+        tensors by PEFT name, ranks of the parts by fused layer, and PEFT's config fields of ranks
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:

@@ -318,7 +318,8 @@ def per_token_selection(
 ) -> Selection:
     """Build the selection for concatenated sequences with different adapters.
 
-    It selects adapters per token instead of per sample, which only the native step supports.
+    It selects adapters per token instead of per sample, which only the C++ decoding step
+    supports.
 
     Args:
         model: model with adapters.

@@ -71,7 +71,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ModuleRun:
-    """Row of the tree: adjacent modules with the same structure, and the contents of one of them.
+    """Entry of the tree: adjacent modules with the same structure, and the contents of one.
 
     Args:
         name: displayed name, such as ``attn``, ``layers.0-11`` or ``q_proj, k_proj``.
@@ -79,8 +79,8 @@ class ModuleRun:
         targets: adapter targets that match the modules; () for the root and for modules of an
             adapter.
         tensors: parameters registered directly on one of the modules.
-        counts: parameter counts of all modules of the row.
-        children: rows of the submodules of one of the modules.
+        counts: parameter counts of all modules of the entry.
+        children: entries of the submodules of one of the modules.
     """
 
     name: str
@@ -117,7 +117,7 @@ class _Node:
 
 
 def fold_tree(model: nn.Module, root: str = "model", keep_empty: bool = False) -> ModuleRun:
-    """Return a model's tree, with adjacent modules of equal structure folded into one row.
+    """Return a model's tree, with adjacent modules of equal structure folded into one entry.
 
     Args:
         model: any model; may be on the meta device.
@@ -151,7 +151,7 @@ def _read(name: str, module: nn.Module, seen: set[int], is_delta: bool, keep_emp
 
 
 def _row(node: _Node, name: str, target: str) -> ModuleRun:
-    """Convert a module to a row; a ModuleList of equal modules becomes a single row."""
+    """Convert a module to an entry; a ModuleList of equal modules becomes a single entry."""
     runs = list(_runs(node))
     if len(runs) == 1 and node.is_list and target:
         run_row = _run_row(node, runs[0], target)
@@ -209,7 +209,7 @@ def _write_target(target: str) -> str:
 
 
 def walk_rows(row: ModuleRun, depth: int = 0) -> Iterator[tuple[int, ModuleRun]]:
-    """Yield every row with its depth, from top to bottom."""
+    """Yield every entry of a tree with its depth, from top to bottom."""
     yield depth, row
     for child in row.children:
         yield from walk_rows(child, depth + 1)

@@ -51,11 +51,11 @@ write();
 
 
 def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
-    """Write the tree as a self-contained HTML page; return its path.
+    """Write a module tree as a self-contained HTML page; return the path of the page.
 
     Args:
         path: output file.
-        row: row of the whole model.
+        row: root of the tree, the entry of the whole model (see `fold_tree`).
         title: title of the page.
     """
     counts = row.counts

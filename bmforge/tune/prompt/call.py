@@ -14,7 +14,7 @@ __all__ = ["PositionOutputs", "ask_model", "pick_places"]
 
 
 class PositionOutputs(NamedTuple):
-    """Outputs of a model at M positions of every row.
+    """Outputs of a model at M positions of every sequence.
 
     Shape:
         logits: (B, M, V); hidden: (B, M, D), None if not requested
@@ -62,5 +62,5 @@ def ask_model(
 
 
 def pick_places(x: Tensor, places: Tensor) -> Tensor:
-    """Select M positions from every row: x (B, T, ...), places (B, M) -> (B, M, ...)."""
+    """Select M positions from every sequence: x (B, T, ...), places (B, M) -> (B, M, ...)."""
     return x[torch.arange(len(places), device=x.device)[:, None], places]

@@ -26,7 +26,7 @@ class ClassOutput(NamedTuple):
 
     Attributes:
         class_logits: (B, C); log-probabilities with most verbalizers.
-        loss: mean loss over rows; None without labels.
+        loss: mean loss over the samples; None without labels.
         vocab_logits: (B, V), or (B, M, V) for several masks; for a verbalizer that scores words,
             the log-probabilities of the W label words, (B, W).
     """
@@ -70,7 +70,7 @@ class PromptClassifier(nn.Module):
         Args:
             mask_at: answer positions.
             labels: target classes, see `class_loss`; if given, the loss is computed too.
-            inputs: further columns of `collate`.
+            inputs: the other tensors that `collate` returns.
 
         Shape:
             mask_at: (B, M)
@@ -197,19 +197,19 @@ def _single(outputs: PositionOutputs) -> PositionOutputs:
 
 
 def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
-    """Return the loss of every row, (B,); 0 for rows with the label -100.
+    """Return the loss of every sample, (B,); 0 for samples with the label -100.
 
     Args:
         scores: class scores of a verbalizer.
-        labels: class indices; or (B, C) floats, 1 for each class of a row; or (B,) floats between 0
-            and 1 that interpolate between the first and the second of two classes.
+        labels: class indices; or (B, C) floats, 1 for each class of a sample; or (B,) floats
+            between 0 and 1 that interpolate between the first and the second of two classes.
         verbalizer: verbalizer that computed the scores.
 
     Shape:
         scores: (B, C)
 
     Raises:
-        ConfigError: rows have several classes, but the scores are normalized.
+        ConfigError: samples have several classes, but the scores are normalized.
         ShapeError: float labels have another shape.
 
     Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021) for

@@ -1,4 +1,4 @@
-"""Verbalizer for classes that are whole texts, which may depend on the example."""
+"""Verbalizer for classes that are texts of several words, which may depend on the example."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class WriteOutput(NamedTuple):
     """Output of a `PromptGenerator`.
 
     Attributes:
-        loss: loss summed over each row's target tokens and averaged over rows.
+        loss: loss summed over each sample's target tokens and averaged over the samples.
         logits: (B, L, V), at the positions that predict the target's tokens.
     """
 
@@ -77,7 +77,7 @@ class PromptGenerator(nn.Module):
         Args:
             mask_at: positions that predict the targets' tokens.
             labels: target tokens, padded with -100.
-            inputs: further columns of `collate`.
+            inputs: the other tensors that `collate` returns.
 
         Shape:
             mask_at, labels: (B, L)

@@ -22,8 +22,8 @@ class Asking:
         kind: name of the kind.
         about: description of how a mask is represented.
         form: position of the prediction: "row" (at the mask), "apart" (in the decoder), "behind"
-            (after the text in the same row), "hidden" (at CPM-Ant's hidden tokens) or "document"
-            (in a CPM-Bee document).
+            (after the text in the same sequence), "hidden" (at CPM-Ant's hidden tokens) or
+            "document" (in a CPM-Bee document).
         begins: tokenizer roles of the token before the text, in order of preference; () for no
             token.
         ends: tokenizer roles of the token after the text, in order of preference; () for no token.
@@ -137,10 +137,10 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
 
 
 def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
-    """Check that the model's config and the tokenizer use the same tokens for blanks.
+    """Check that the model's config and the tokenizer have the same ids for special tokens.
 
     Raises:
-        ConfigError: the tokens differ.
+        ConfigError: the ids of a token in `asking.marks` differ.
     """
     config = getattr(model, "config", None)
     needed = {field: tokenizer.role_id(role) for field, role in asking.marks}
@@ -148,6 +148,6 @@ def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
              if getattr(config, n, None) != id]  # fmt: skip
     if wrong:
         raise ConfigError(
-            f"the model has {', '.join(wrong)}, but the tokenizer uses other ids for blanks. Set "
-            f"{', '.join(f'{n}={id}' for n, id in needed.items())} in the config of the model."
+            f"the model has {', '.join(wrong)}, but the tokenizer has other ids for these "
+            f"tokens. Set {', '.join(f'{n}={id}' for n, id in needed.items())} in the model config."
         )

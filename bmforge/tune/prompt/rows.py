@@ -1,8 +1,9 @@
 """Example sources and objectives for training on prompts; examples are tokenized lazily.
 
 `PromptRows` and `TargetRows` are sources of examples for `recipes/inputs/examples.py`; their
-objectives work on every layout. The first label of each row is ignored, as for a causal language
-model that shifts its labels, so that all models have the same number of labels per row.
+objectives work on every layout. The first label of each sequence is ignored, as for a causal
+language model that shifts its labels, so that all models have the same number of labels per
+sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Rows:
         examples: any indexable sequence.
         seq_len: maximum length of a prompt in tokens.
         cut: truncation of long prompts, as in `cut_parts`.
-        settings: further values on which the rows depend, for the fingerprint.
+        settings: further values on which the encoded examples depend, for the fingerprint.
 
     Attributes:
         columns: label columns; `collate` adds all other columns.

@@ -1,4 +1,4 @@
-"""Trained verbalizers: a head with one row per class (WARP), and class prototypes.
+"""Trained verbalizers: a head with one output vector per class (WARP), and class prototypes.
 
 Both read the last hidden states at the mask, not token scores.
 Sources: Hambardzumyan et al., "WARP: word-level adversarial reprogramming" (2021); Cui et al.,

@@ -37,7 +37,7 @@ def read_words(words: Words) -> tuple[list[str], list[list[str]]]:
 
 
 def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str) -> None:
-    """Check that every class still has label words.
+    """Check that every class has label words after words were removed.
 
     Raises:
         ConfigError: a class has no label words.
