@@ -4,8 +4,8 @@
 class with the lowest mean loss of its text is chosen. The prompt itself is not scored.
 
 `score_answers`, `score_pairs`, `score_classes` and `write_answers` work in any parallel layout. The
-rows are divided over the processes; if they do not divide evenly, some rows are computed again and
-these results are dropped, so that no row counts twice.
+inputs are divided over the processes; if their number is not divisible, some inputs are computed
+twice and the second results are dropped.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -143,12 +143,12 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
 def score_classes(
     model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, rows: World
 ) -> Tensor:
-    """Return the class logits of every row, the same on every process.
+    """Return the class logits of every input, the same on every process.
 
     Args:
         model: classifier.
         count: number of rows.
-        make: function that builds the batch of the rows with the given indices.
+        make: function that builds the batch of the inputs with the given indices.
         size: rows per batch.
         rows: data-parallel size and rank of this process.
 
@@ -241,7 +241,7 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Compute the results of all rows on all processes, and gather them in a float64 tensor.
+    """Compute the results of all inputs, divided over the processes, and gather them everywhere.
 
     Args:
         model: model in any parallel layout.

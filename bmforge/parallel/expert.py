@@ -246,7 +246,7 @@ def _dispatch_far(
 
 
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Compute per-step statistics and balanced assignment over the tokens of all processes.
+    """Compute load-balancing statistics and token assignment over the tokens of all processes.
 
     Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per MoE
         layer with balanced loads an all-gather of M * E affinities.

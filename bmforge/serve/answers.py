@@ -118,7 +118,7 @@ class Reading:
         return self._count > 0
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next text; yield the parts that are now complete."""
+        """Process the next text; yield the text, reasoning and tool calls that are now complete."""
         text = self._skip(text)
         if text:
             yield from self._limit(self._read(text))
@@ -146,7 +146,7 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield response parts, up to the client's maximum number of tool calls."""
+        """Yield parsed pieces of the answer, up to the client's maximum number of tool calls."""
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True
@@ -238,7 +238,10 @@ class TextLogprobs:
 
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
-        """Return a dict from top tokens' texts to log-probabilities, the highest of equal texts."""
+        """Return a dict from the text of each top token to its log-probability.
+
+        Of several tokens with the same text, the highest log-probability is used.
+        """
         collected: dict[str, float] = {}
         for top in token.top:
             collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))

@@ -167,14 +167,14 @@ def _blocks(message: JoinedAnswer) -> Iterator[_Block]:
 
 
 class _BlockEvents:
-    """Converts the parts of an answer to the stream events of content blocks."""
+    """Converts text, reasoning and tool calls to the stream events of content blocks."""
 
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._count = 0
 
     def feed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the stream events for the next part."""
+        """Yield the stream events for the next piece of the answer."""
         kind, text = "text", part if isinstance(part, str) else ""
         if isinstance(part, Thought):
             kind, text = "thinking", part.text

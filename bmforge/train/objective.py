@@ -95,7 +95,7 @@ def prepare_batches(
 
 
 def metric_sums_of(objective: Objective) -> MetricSums:
-    """Create empty sums for an objective's metrics."""
+    """Create the `MetricSums` of an objective, with no values yet."""
     return MetricSums(getattr(objective, "metrics", {}))
 
 

@@ -57,7 +57,7 @@ def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
-    """Choose a token for each draw; None if its scores are not finite.
+    """Return the chosen token of each draw, or None if the draw's scores are not finite.
 
     Draws with the same options are processed together.
     """

@@ -81,7 +81,7 @@ class ChatConfig:
 def join_history(
     utterances: Sequence[Sequence[int]], end: int, answer: int, window: int
 ) -> list[int]:
-    """Return the encoder's input: the last utterances that fit, then the blank for the answer.
+    """Return the encoder's input: the last utterances that fit, then the answer's sentinel.
 
     Args:
         utterances: token ids of each utterance, oldest first.

@@ -2,7 +2,7 @@
 
 The model writes one answer after the other, each in its own segment from ``<s>`` at position 0. The
 beam search or sampling of `generate` runs over all answers of a document together, as in the
-original: a row ends with the end of its last answer.
+original: a sequence ends with its last answer.
 
 Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Differences: the
 limit on new tokens applies to each answer, so that no answer is omitted, and answers can be
@@ -212,7 +212,7 @@ def _fill(
 
 
 class _Row(NamedTuple):
-    """State of a row: its document, the index of its current answer, and that answer's tokens."""
+    """State of a sequence: document, index of the current answer, and tokens of this answer."""
 
     document: int
     slot: int

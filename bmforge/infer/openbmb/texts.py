@@ -162,7 +162,7 @@ class _RowTexts:
         self._ended: list[bool] = []
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Decode one step's tokens, (R,); return a mask of the rows that must stop, (R,)."""
+        """Decode one step's tokens, (R,); return a mask of continuations that must stop, (R,)."""
         while len(self._streams) < len(tokens):
             self._streams.append(self._make())
             self._ended.append(False)

@@ -57,7 +57,7 @@ class Setting:
     Args:
         layout: degrees of parallelism; `pp` does not cut the traced model, see `piped`.
         shards: number of ZeRO shards or replicas in the trace, including those of the axis `cp`.
-        rows: rows of a micro-batch.
+        rows: number of sequences in a micro-batch.
         precision: fp32, bf16 or fp16.
         recompute: whether blocks are recomputed in backward.
         prefetch: number of units whose parameters are gathered ahead.
