@@ -81,7 +81,7 @@ class _Beams:
         return self.length - self.prompt_length
 
     def advance(self, log_probs: Tensor) -> Tensor:
-        """Extend every beam by one token; return, per new beam, the index of the old beam.
+        """Extend every beam by one token; return the index of the beam that each one extends.
 
         Shape:
             log_probs: (B * N, V) -> (B * N,)
@@ -124,7 +124,7 @@ class _Beams:
         self.is_finished = _pick(torch.cat((self.is_finished, ended), 1), best)
 
     def _update_open(self) -> None:
-        """Set `open` to False for prompts whose running beams cannot beat their finished beams."""
+        """Set `open` to False where no running beam can beat the worst finished beam."""
         penalty = self.config.length_penalty
         longest = self.config.early_stopping == "never" and penalty > 0.0
         length = self.config.max_new_tokens if longest else self.new_tokens

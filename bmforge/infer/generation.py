@@ -344,7 +344,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
 
 
 def _check_gaps(mask: Tensor) -> None:
-    """Raise `ShapeError` if a row has padding between its tokens."""
+    """Raise `ShapeError` if a sequence has padding between its tokens."""
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
@@ -354,7 +354,7 @@ def _check_gaps(mask: Tensor) -> None:
 
 
 def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the number of leading padding tokens of each row, (B,)."""
+    """Return the number of leading padding tokens of each sequence, (B,)."""
     if mask is None:
         return torch.zeros_like(input_ids[:, 0])
     return mask.argmax(1)

@@ -272,7 +272,7 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
 
 
 def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return the number of rows on every process of a group."""
+    """Return the number of rows of a tensor on every process of a group."""
     length = torch.tensor([rows.shape[0]], device=rows.device)
     lengths: list[int] = all_gather(length, group, 0).tolist()
     return lengths

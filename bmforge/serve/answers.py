@@ -66,7 +66,7 @@ class ResponseFields:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def as_json(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Return a JSON response object, either the whole response or one chunk."""
+        """Return a JSON response object, either the complete response or one chunk."""
         return {
             "id": f"{self.prefix}-{self.id}",
             "object": self.object,

@@ -186,9 +186,9 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return the number of tokens of a micro-batch, excluding rows that are all padding.
+    """Return the number of tokens of a micro-batch, excluding sequences that contain only padding.
 
-    If there is one label per row instead of per token, the number of rows is returned.
+    If there is one label per sequence instead of per token, the number of sequences is returned.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

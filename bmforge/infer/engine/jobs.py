@@ -275,7 +275,7 @@ class PackedJobs:
     def _choose(
         self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
-        """Choose a sequence's next tokens; after the prompt, one for each answer."""
+        """Choose a sequence's next tokens; after the prompt, one first token for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
         for number, row in enumerate(scores):

@@ -80,7 +80,7 @@ def fill_blanks(
 
 
 def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
-    """Return the sentinel id of blank `number`; None if the model has none."""
+    """Return the sentinel id of masked span `number`; None if the model has no such sentinel."""
     if model.traits.reads != "apart" or not model.traits.sentinel:
         return None
     id: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
@@ -88,7 +88,7 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
-    """Return the encoder's input ids, (1, S), with the blanks replaced by sentinel tokens."""
+    """Return the encoder's input ids, (1, S), with the masked spans replaced by sentinel tokens."""
     ids = tokenizer.encode(pieces[0])
     for mark, piece in zip(marks, pieces[1:], strict=False):
         ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]

@@ -189,6 +189,6 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         return scores
 
     def reorder(self, rows: Tensor) -> None:
-        """Reorder the rows and their token histories."""
+        """Reorder the sequences of the batch and their token histories."""
         super().reorder(rows)
         self._written = [list(self._written[row]) for row in rows.tolist()]

@@ -1,7 +1,7 @@
 """CPM-Ant's beam search, which reproduces every step of the original code.
 
 It differs from `beam_search` (transformers' algorithm): the end token does not count towards the
-length, any candidate may end a row, and the repetition penalty applies to logits (not
+length, any candidate may end a beam, and the repetition penalty applies to logits (not
 log-probabilities) and to generated tokens only.
 
 Source: ``CPMAntBeamSearch`` and ``BeamHypotheses`` in ``cpm_live/generation`` of OpenBMB/CPM-Live.

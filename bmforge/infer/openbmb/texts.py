@@ -142,9 +142,10 @@ class _RowTexts:
     """Incremental detokenizer of a batch of continuations.
 
     Args:
-        tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every row.
-        ends: end tokens; all later tokens of a row are padding.
-        on_text: function called with each piece of the first row's text.
+        tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every
+            continuation.
+        ends: end tokens; all later tokens of a continuation are padding.
+        on_text: function called with each piece of the first continuation's text.
     """
 
     def __init__(

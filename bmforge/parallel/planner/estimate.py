@@ -50,7 +50,7 @@ class PlanRequest:
     Args:
         workload: model and its batches.
         cluster: machines of the run.
-        batch: global batch size in rows.
+        batch: global batch size in sequences.
         precision: fp32, bf16 or fp16.
         offload: allow offloading optimizer states to the host.
         compiled: whether blocks are compiled.

@@ -145,7 +145,7 @@ def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None =
     """Trace one step of the short model on one process, with every kind of block.
 
     Args:
-        workload: model and its rows.
+        workload: model and its batches.
         setting: configuration of the process.
         outcomes: cached operator results of earlier traces.
 
