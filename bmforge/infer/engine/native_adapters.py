@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of prefixes, the maximum prefix length, and the tensors it points to.
+    """Return the table of prefixes, the maximum prefix length, and the tensors in the table.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

@@ -79,7 +79,7 @@ class NativeStep:
         rests: check for changed blocks only after a call of `look_again`; see `undisturbed`.
 
     Attributes:
-        native_blocks: number of blocks that the last call ran natively.
+        native_blocks: number of blocks that the last call ran in C++.
         torch_blocks: number of blocks that the last call ran in torch.
     """
 
@@ -188,14 +188,14 @@ class NativeStep:
         return all(segment.layers for segment in self._segments)
 
     def adapts(self, layers: nn.ModuleDict, parts: Collection[nn.Module]) -> bool:
-        """Return True if all blocks run natively and `parts` are LoRA modules of these blocks.
+        """Return True if all blocks run in the C++ step and `parts` are their LoRA modules.
 
         `run_packed` can then apply different adapters to the tokens of one call.
         """
         return self.knows(layers) and self._adapters.parts.issuperset(parts)
 
     def _read(self, layers: nn.ModuleDict) -> None:
-        """Rebuild the structs that describe the blocks to the native code, if blocks changed."""
+        """Rebuild the structs that describe the blocks to the C++ code, if blocks changed."""
         is_known = layers is self._layers
         if is_known and self._rests and self._has_looked:
             return

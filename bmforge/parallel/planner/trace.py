@@ -260,7 +260,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return a dict from the `id` of each parameter outside the blocks to its model end."""
+    """Return a dict from the `id` of each parameter outside the blocks to its end of the model."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)

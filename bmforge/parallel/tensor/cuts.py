@@ -144,9 +144,9 @@ def is_beside(module: Any) -> bool:
 
 
 def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of a module; an adapter has the cut of its base module.
+    """Return the `Cut` (sharding style) of a module; an adapter has that of its base module.
 
-    The parameters of a "whole" base module are replicated, as without a cut.
+    The parameters of a base module with the style "whole" are replicated, as without a `Cut`.
     """
     if not is_beside(module):
         return styles.get(name)
@@ -173,7 +173,7 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return a dict from module name to cut; of several matching cuts the last one applies."""
+    """Return a dict from module name to `Cut`; if several globs match, the last `Cut` applies."""
     names = [name for name, _ in model.named_modules()]
     return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
@@ -190,7 +190,7 @@ def apply_tensor_parallel_(
 
     Args:
         model: model with rules.
-        styles: dict from module name to cut; see `find_cuts`.
+        styles: dict from module name to `Cut`; see `find_cuts`.
         stacks: containers of blocks that run in sequence.
         mesh: one-dimensional mesh.
         sequence: shard the tokens between sublayers as well (sequence parallelism).
