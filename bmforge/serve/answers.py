@@ -224,7 +224,7 @@ class TextLogprobs:
         self.offset = 0
 
     def write(self, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Convert the log-probabilities of the next tokens."""
+        """Return the log-probabilities of the next tokens in the completions format."""
         offsets = []
         for token in tokens:
             offsets.append(self.offset)  # also for a token with part of a character
@@ -248,7 +248,7 @@ class TextLogprobs:
         return collected
 
     def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Convert the log-probabilities of a prompt; the first token has no log-probability."""
+        """Return a prompt's log-probabilities in the completions format (first token: None)."""
         start = self.write([TokenLogprob(0, 0.0, first)])
         later = self.write(tokens)
         start |= {"token_logprobs": [None], "top_logprobs": [None]}

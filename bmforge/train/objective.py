@@ -89,7 +89,7 @@ def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
 def prepare_batches(
     objective: Objective, model: nn.Module, micro_batches: Sequence[Batch]
 ) -> Sequence[Batch]:
-    """Return the micro-batches of a step after the objective's `prepare`, if it has one."""
+    """Apply the objective's `prepare`, if any, to a step's micro-batches; return the result."""
     prepare = getattr(objective, "prepare", None)
     return micro_batches if prepare is None else prepare(model, micro_batches)
 

@@ -35,7 +35,7 @@ Inputs: TypeAlias = Sequence[tuple[str, Any] | list[int]] | Tensor
 
 
 class Filled(NamedTuple):
-    """Candidate token for a mask.
+    """Candidate token for a mask token.
 
     Attributes:
         token: text of the token.

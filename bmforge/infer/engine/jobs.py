@@ -79,7 +79,7 @@ class Job:
         return "deadline" if late else None
 
     def tell(self, finished: bool = False) -> None:
-        """Send the new output of every answer to the handle; with `finished`, end all answers."""
+        """Send the new output of every answer to the handle; if `finished`, end all answers."""
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")

@@ -58,7 +58,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
-        prompt: text; special tokens of CPM-Bee in it are read as plain characters.
+        prompt: text; names of CPM-Bee's special tokens in the text are read as plain characters.
         options: fields of `GenerationConfig`; the defaults are those of the family's original
             code or, without one, of the model's generation_config.json.
 

@@ -226,7 +226,7 @@ def _mix_in_ring(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Compute ring attention; fall back to gathered keys and values for attention dropout."""
+    """Compute ring attention; use all-gathered keys and values with attention dropout."""
     if dropout or not isinstance(mask, MaskWithShare):
         return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None

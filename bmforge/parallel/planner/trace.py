@@ -282,11 +282,11 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
 
 
 class _Marks:
-    """Block hooks that record the start of each forward and backward, and the active model end.
+    """Hooks that record the start of each block's forward and backward, and the active end.
 
     Args:
         model: parallelized model.
-        follower: memory tracker; its `end` is set to the end of the model that is running.
+        follower: memory tracker; its `end` is set while the modules before or after the blocks run.
     """
 
     def __init__(self, model: nn.Module, follower: Follower) -> None:
