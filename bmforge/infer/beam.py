@@ -24,7 +24,7 @@ def beam_search(
         decoder: new decoder whose cache is empty.
         prompt: token ids.
         padding: number of padding tokens on the left of each prompt.
-        config: generation options; `num_return_sequences` rows are returned per prompt.
+        config: generation options; `num_return_sequences` continuations are returned per prompt.
 
     Shape:
         prompt: (B, T); padding: (B,)
@@ -81,7 +81,7 @@ class _Beams:
         return self.length - self.prompt_length
 
     def advance(self, log_probs: Tensor) -> Tensor:
-        """Extend every beam by one token and return the source row of each new beam.
+        """Extend every beam by one token; return the index of the beam that each one extends.
 
         Shape:
             log_probs: (B * N, V) -> (B * N,)
@@ -124,7 +124,7 @@ class _Beams:
         self.is_finished = _pick(torch.cat((self.is_finished, ended), 1), best)
 
     def _update_open(self) -> None:
-        """Close prompts whose best running beam can no longer beat their worst finished beam."""
+        """Set `open` to False where no running beam can beat the worst finished beam."""
         penalty = self.config.length_penalty
         longest = self.config.early_stopping == "never" and penalty > 0.0
         length = self.config.max_new_tokens if longest else self.new_tokens
@@ -134,7 +134,7 @@ class _Beams:
         self.open = self.open & (possible > worst).any(-1, keepdim=True)
 
     def is_done(self) -> bool:
-        """Whether no beam can improve, all beams have ended, or early stopping applies."""
+        """Whether no beam can improve the result, all beams ended, or early stopping applies."""
         enough = self.config.early_stopping is True and bool(self.is_finished.all())
         return enough or self.all_stopped or not bool(self.open.any())
 

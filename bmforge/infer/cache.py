@@ -32,11 +32,11 @@ class KVCache:
             in `length` and `max_length`. The model sets `extra_length` before it appends the keys
             of these tokens.
         step: optional faster implementation of the blocks for few tokens; None if there is none.
-        moves: number of buffer allocations and replacements so far; tensors returned by `held`
-            and `remembered` are valid until it increases.
+        moves: number of buffer allocations and replacements so far; tensors returned by `held` and
+            `remembered` are valid until this number increases.
 
-    Memory: 2 x num_layers x B x K x max_length x H elements for B rows and K KV heads of size H;
-        see `ModelConfig.kv_bytes_per_token`.
+    Memory: 2 x num_layers x B x K x max_length x H elements for B sequences and K KV heads of size
+        H; see `ModelConfig.kv_bytes_per_token`.
     """
 
     def __init__(self, num_layers: int, max_length: int, last_layer: int | None = None) -> None:
@@ -56,7 +56,7 @@ class KVCache:
             key, value: (B, K, T, H) -> (B, K, length + T, H)
 
         Raises:
-            ShapeError: the T new tokens exceed the capacity, or the number of rows has changed.
+            ShapeError: the T new tokens exceed the capacity, or the batch size has changed.
         """
         start, room = self.stored, self.max_length + self.extra_length
         end = start + key.shape[2]
@@ -91,7 +91,9 @@ class KVCache:
         self.length = self.stored + tokens - self.extra_length
 
     def reorder(self, indices: Tensor) -> None:
-        """Replace row i with the old row ``indices[i]``; the number of rows may change.
+        """Replace sequence i of the batch with the old sequence ``indices[i]``.
+
+        The batch size may change.
 
         Shape:
             indices: (new B,), integers
@@ -118,7 +120,7 @@ class KVCache:
         return buffer
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return one layer's buffers, (B, K, capacity, H) each; None if not yet allocated."""
+        """Return a layer's key and value buffers, (B, K, capacity, H) each; None if not set."""
         keys, values = self._keys[layer], self._values[layer]
         return None if keys is None or values is None else (keys, values)
 

@@ -1,7 +1,8 @@
 """Conversations with text-generating models, with prompts rendered by a chat template.
 
-A decoder continues the prompt. An encoder-decoder and GLM read the prompt with a blank at its end
-and fill the blank. EVA and CPM-Bee have their own formats, in `openbmb/`.
+A decoder continues the prompt. An encoder-decoder and GLM read the prompt with a sentinel or mask
+token at its end, and generate the text for this token. EVA and CPM-Bee have their own formats, in
+`openbmb/`.
 """
 
 from __future__ import annotations

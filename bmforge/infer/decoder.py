@@ -42,8 +42,8 @@ class Decoder:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None if there is no padding.
         max_length: maximum length of a sequence in tokens, including the prompt.
-        adapter_names: list with the adapter name of each row, or None for the base model; without
-            a list, all rows use the adapters that are enabled on the model.
+        adapter_names: list with the adapter name of each sequence, or None for the base model;
+            without a list, all sequences use the adapters that are enabled on the model.
 
     Shape:
         mask: (B, prompt length)
@@ -95,7 +95,7 @@ class Decoder:
         return out.logits[:, -1].float()
 
     def _is_outdated(self, start: int, end: int) -> bool:
-        """Return True if the rotary angles of a row's cached keys change with the new length."""
+        """Return True if the rotary angles of any cached keys change with the new length."""
         rope = getattr(self.model.spec, "rope", None)
         if rope is None or rope.kind not in ("dynamic", "longrope") or not start:
             return False
@@ -113,7 +113,7 @@ class Decoder:
         return nullcontext() if step is None else step.undisturbed()
 
     def _chosen(self) -> dict[str, Any]:
-        """Return the `adapter_names` argument of the model call; {} if no row selects adapters."""
+        """Return the `adapter_names` argument of the model call; {} if none are selected."""
         if self.adapter_names is None:
             return {}
         if self._selection is None:  # the same for every token, until rows are reordered
@@ -121,7 +121,9 @@ class Decoder:
         return {"adapter_names": self._selection}
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i with a copy of the old row ``rows[i]``; the batch size may change.
+        """Replace sequence i of the batch with a copy of the old sequence ``rows[i]``.
+
+        The batch size may change.
 
         Shape:
             rows: (B',), integers
@@ -139,7 +141,7 @@ class Decoder:
             self._selection = None
 
     def repeat(self, times: int, scores: Tensor) -> Tensor:
-        """Repeat every row `times` times, with adjacent copies; return the repeated logits."""
+        """Repeat every sequence `times` times, with adjacent copies; return the repeated logits."""
         if times == 1:
             return scores
         rows = torch.arange(scores.shape[0], device=scores.device).repeat_interleave(times)
@@ -155,7 +157,7 @@ class Seq2SeqDecoder(Decoder):
         source: token ids of the encoder's input.
         mask: 1 for tokens of the source, 0 for padding; None if there is no padding.
         max_length: maximum length of a target in tokens, including the start token.
-        adapter_names: adapter name of each row; see `Decoder`.
+        adapter_names: adapter name of each sequence; see `Decoder`.
 
     Shape:
         source, mask: (B, S)
@@ -214,7 +216,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Same as `Decoder.reorder`; the source is not copied, since copies of a row share it."""
+        """Same as `Decoder.reorder`; copies of a sequence share the encoded source."""
         if not self._is_pipelined:
             super().reorder(rows)
             return

@@ -52,7 +52,7 @@ def start_decoder(
 
 
 def _find_start_token(config: ModelConfig) -> int:
-    """Return the first target token of an encoder-decoder, which transformers finds likewise.
+    """Return the first target token of an encoder-decoder, found by the rules of transformers.
 
     Raises:
         ConfigError: neither generation_config.json nor config.json contains it.

@@ -1,4 +1,4 @@
-"""End tokens and hidden tokens; all functions that generate text find them by the same rules."""
+"""Finds a model's end tokens and hidden tokens; used by all functions that generate text."""
 
 from __future__ import annotations
 

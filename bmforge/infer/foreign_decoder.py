@@ -22,7 +22,7 @@ class ForeignDecoder(Decoder):
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left; None if there is no padding.
         max_length: maximum length of a sequence in tokens, including the prompt.
-        adapter_names: adapter name of each row; see `Decoder`.
+        adapter_names: adapter name of each sequence; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -75,7 +75,7 @@ class ForeignDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i with a copy of the old row ``rows[i]``."""
+        """Replace sequence i of the batch with a copy of the old sequence ``rows[i]``."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -109,13 +109,13 @@ def _rotates_anew(model: TransformersModel, length: int) -> bool:
 
 
 class SeparateDecoder(Decoder):
-    """Decoder for a model that does not support padding; each row runs alone.
+    """Decoder for a model that does not support padding; each sequence runs alone.
 
     Args:
         model: model that computes the logits.
         mask: 1 for tokens, 0 for padding on the left.
         max_length: maximum length of a sequence in tokens, including the prompt.
-        adapter_names: adapter name of each row; see `Decoder`.
+        adapter_names: adapter name of each sequence; see `Decoder`.
 
     Shape:
         mask: (B, prompt length)
@@ -149,7 +149,7 @@ class SeparateDecoder(Decoder):
         return torch.cat([row.run(ids[None, first:]) for row, ids, first in pairs])
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i with a copy of the old row ``rows[i]``."""
+        """Replace sequence i of the batch with a copy of the old sequence ``rows[i]``."""
         self._rows = [self._rows[row].copy() for row in rows.tolist()]
 
 
@@ -160,7 +160,7 @@ class ForeignSeq2SeqDecoder(Decoder):
         model: model that computes the logits.
         source: token ids of the encoder's input.
         mask: 1 for tokens of the source, 0 for padding; None if there is no padding.
-        adapter_names: adapter name of each row; see `Decoder`.
+        adapter_names: adapter name of each sequence; see `Decoder`.
 
     Shape:
         source, mask: (B, S)
@@ -207,7 +207,7 @@ class ForeignSeq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i with a copy of the old row ``rows[i]``."""
+        """Replace sequence i of the batch with a copy of the old sequence ``rows[i]``."""
         if self._caches:
             self.cache.reorder(rows)
         self._reorder_choice(rows)
@@ -223,7 +223,7 @@ def start_foreign(
     max_length: int,
     adapter_names: Sequence[str | None] | None = None,
 ) -> Decoder:
-    """Create the decoder of a transformers model, row by row if it does not support padding."""
+    """Create the decoder of a transformers model; `SeparateDecoder` if padding is unsupported."""
     if mask is not None and not model.behavior.padding:
         return SeparateDecoder(model, mask, max_length, adapter_names)
     return ForeignDecoder(model, mask, max_length, adapter_names)

@@ -58,8 +58,8 @@ def generate(
         config: generation options; default `GenerationConfig()`.
         on_token: called with the (B,) tokens of every step as they are chosen (not in beam search).
         adapter_names: adapter name of each prompt; None in the list means the base model.
-        stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a
-            step to a boolean tensor of the rows that end (not in beam search).
+        stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a step
+            to a boolean tensor that is True for the sequences that end (not in beam search).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
@@ -96,7 +96,7 @@ def generate(
 def _known_rows(
     model: CausalLM | Seq2Seq, rows: Sequence[str | None] | None
 ) -> Sequence[str | None] | None:
-    """Return the validated adapter names of the rows; None if the model has no adapters."""
+    """Return the validated adapter name of each prompt; None if the model has no adapters."""
     for name in dict.fromkeys(rows or ()):
         if name not in (None, BASE_NAME):
             find_delta(model, name)
@@ -115,8 +115,8 @@ def run_decoder(
 
     Args:
         decoder: decoder that computes the logits.
-        start: first input tokens of every row.
-        padding: number of leading tokens of each row that repetition penalties ignore.
+        start: first input tokens of every sequence.
+        padding: number of leading tokens of each sequence that repetition penalties ignore.
         config: generation options, complete with end and padding tokens.
         on_token, stop: arguments of `generate`.
 
@@ -177,7 +177,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the ids of all rows after every step, as views of one tensor, until all have ended."""
+    """Yield the ids of all sequences after every step, as views of one tensor, until all ended."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -316,7 +316,7 @@ def _check_tensors(**values: Any) -> None:
 
 
 def _describe_prompt(table: Any) -> str:
-    """Return a phrase about an embedding's soft-prompt rows for error messages; "" without rows."""
+    """Return a phrase about the soft prompt for error messages; "" if there is no soft prompt."""
     more = count_ids(table) - table.num_embeddings
     return f" and a soft prompt of {more} vectors" if more else ""
 
@@ -344,7 +344,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
 
 
 def _check_gaps(mask: Tensor) -> None:
-    """Raise `ShapeError` if a row has padding between its tokens."""
+    """Raise `ShapeError` if a sequence has padding between its tokens."""
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
@@ -354,7 +354,7 @@ def _check_gaps(mask: Tensor) -> None:
 
 
 def _count_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the number of leading padding tokens of each row, (B,)."""
+    """Return the number of leading padding tokens of each sequence, (B,)."""
     if mask is None:
         return torch.zeros_like(input_ids[:, 0])
     return mask.argmax(1)

@@ -55,7 +55,7 @@ class TextModel:
         tokenizer: the model's tokenizer.
         template: chat template; None means a plain template.
         max_length: maximum sequence length in tokens (default: the model's, at most 2,048).
-        batch_size: rows per forward pass.
+        batch_size: number of sequences per forward pass.
         rows: data-parallel size and rank of this process; None for a single process.
 
     Raises:

@@ -45,8 +45,8 @@ class GenerationConfig:
         begin_suppress_tokens: token ids that are not generated as the first token.
         num_beams: number of beams of a beam search; 1 for no beam search.
         length_penalty: exponent of the length; beam scores are divided by the result.
-        early_stopping: when a beam search ends: False by a heuristic, True as soon as
-            `num_beams` rows are finished, "never" only when no better row is possible.
+        early_stopping: end of a beam search. False: by a heuristic; True: as soon as `num_beams`
+            beams are finished; "never": only when no better beam is possible.
         num_return_sequences: number of continuations per prompt, in adjacent rows.
         eos_token_id: one or several end tokens; None means those in config.json, () means no end
             token.
@@ -56,9 +56,9 @@ class GenerationConfig:
             decodes text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of
             each generated token; only for requests to an engine. None means no log-probabilities.
-        logprobs_mode: raw_logprobs are computed from the model's logits; processed_logprobs
-            from the sampled distribution, after penalties, temperature, top-k, top-p and min-p
-            (-inf for an excluded token).
+        logprobs_mode: kind of log-probabilities. "raw_logprobs": computed from the model's logits;
+            "processed_logprobs": computed from the sampled distribution, after penalties,
+            temperature, top-k, top-p and min-p (-inf for an excluded token).
         prompt_logprobs: number of most likely tokens whose log-probabilities are returned with
             that of each prompt token; only for requests to an engine. The prompt is then computed
             without the prefix cache. None means no log-probabilities.

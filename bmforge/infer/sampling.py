@@ -44,10 +44,10 @@ def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
 
 
 def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Tensor) -> Tensor:
-    """Apply the repetition penalty to the scores of the tokens that a row already contains.
+    """Apply the repetition penalty to the scores of the tokens that a sequence already contains.
 
     Positive scores are divided by `penalty`, negative ones multiplied. Ids outside the vocabulary
-    (rows of a soft prompt) are ignored.
+    (those of a soft prompt) are ignored.
 
     Shape:
         scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a row to ignore
@@ -191,7 +191,7 @@ def narrow_scores(scores: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def check_scores(scores: Tensor) -> None:
-    """Check that every row has at least one allowed token.
+    """Check that every sequence has at least one allowed next token.
 
     Shape:
         scores: (B, V)
@@ -219,13 +219,13 @@ def choose_tokens(
     generator: torch.Generator | None,
     ended: Tensor | None = None,
 ) -> Tensor:
-    """Return each row's token with the highest score or, with `do_sample`, a sampled token.
+    """Return each sequence's most likely next token or, with `do_sample`, a sampled token.
 
     Args:
         scores: processed scores of the next token.
         config: generation options.
         generator: random generator of sampling.
-        ended: rows that have ended, whose tokens are ignored.
+        ended: True for sequences that have ended; their tokens are ignored.
 
     Shape:
         scores: (B, V); ended: (B,); returns (B,)

@@ -4,8 +4,8 @@
 class with the lowest mean loss of its text is chosen. The prompt itself is not scored.
 
 `score_answers`, `score_pairs`, `score_classes` and `write_answers` work in any parallel layout. The
-rows are divided over the processes; if they do not divide evenly, some rows are computed again and
-these results are dropped, so that no row counts twice.
+inputs are divided over the processes; if their number is not divisible, some inputs are computed
+twice and the second results are dropped.
 
 Source: ``zero-shot-cls.py`` of TsinghuaAI/CPM-1-Generate, which puts the class into the prompt and
 scores the same text each time ("这是关于{class}的文章：" and then the article).
@@ -143,13 +143,13 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
 def score_classes(
     model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, rows: World
 ) -> Tensor:
-    """Return the class logits of every row, the same on every process.
+    """Return the class logits of every input, the same on every process.
 
     Args:
         model: classifier.
-        count: number of rows.
-        make: function that builds the batch of the rows with the given indices.
-        size: rows per batch.
+        count: number of inputs.
+        make: function that builds the batch of the inputs with the given indices.
+        size: number of inputs per batch.
         rows: data-parallel size and rank of this process.
 
     Shape:
@@ -241,13 +241,14 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Compute the results of all rows on all processes, and gather them in a float64 tensor.
+    """Compute results, divided over the processes, and return all of them as a float64 tensor.
 
     Args:
         model: model in any parallel layout.
-        count: number of rows.
-        read: function that computes the results of the rows with the given indices, (rows, ...).
-        size: rows per batch.
+        count: number of inputs.
+        read: function that computes the results of the inputs with the given indices, (inputs,
+            ...).
+        size: number of inputs per batch.
         rows: data-parallel size and rank of this process.
 
     Shape:
@@ -270,7 +271,7 @@ def collect_rows(
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
-    """Yield the row indices of each batch; all processes have the same number of batches."""
+    """Yield the input indices of each batch; all processes have the same number of batches."""
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))
 
@@ -301,7 +302,7 @@ def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) 
 
 
 def _read_rows(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Score answers that follow their prompts in the same row, padded on the left."""
+    """Score answers that follow their prompts in the same sequence, padded on the left."""
     lines = [[*pair.prompt, *pair.answer] for pair in pairs]
     # Nothing is predicted from the last token, so it is not read.
     ids, mask = _pad([line[:-1] for line in lines], device, width, left=True)

@@ -43,7 +43,7 @@ class Rules(PipelineRules, Cuts, Protocol):
 
 @dataclass(frozen=True)
 class Division:
-    """Validated plan of `parallelize`: sharding units, tensor-parallel cuts, stages, precision."""
+    """Validated plan of `parallelize`: sharding units, sharding styles, stages and precision."""
 
     units: tuple[Unit, ...]
     styles: dict[str, Cut]
@@ -129,7 +129,7 @@ def find_division(
 def _check_blocks(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
 ) -> tuple[dict[str, Cut], list[nn.Module]]:
-    """Return the tensor-parallel cuts and the stacks of blocks; append problems to `problems`."""
+    """Return the tensor-parallel styles and the stacks of blocks; append errors to `problems`."""
     cuts: tuple[Cut, ...] = ()
     stacks: list[nn.Module] = []
     if rules is not None and (layout.tp > 1 or layout.cp > 1):

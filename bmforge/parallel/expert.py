@@ -246,7 +246,7 @@ def _dispatch_far(
 
 
 def share_statistics_(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Compute per-step statistics and balanced assignment over the tokens of all processes.
+    """Compute load-balancing statistics and token assignment over the tokens of all processes.
 
     Comm: per step one all-reduce of 2 E + 3 numbers if the model has a load-balancing loss; per MoE
         layer with balanced loads an all-gather of M * E affinities.
@@ -272,7 +272,7 @@ def _sum_over(groups: Sequence[dist.ProcessGroup], values: Tensor) -> Tensor:
 
 
 def _lengths(rows: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Return the number of rows on every process of a group."""
+    """Return the number of rows of a tensor on every process of a group."""
     length = torch.tensor([rows.shape[0]], device=rows.device)
     lengths: list[int] = all_gather(length, group, 0).tolist()
     return lengths

@@ -170,7 +170,7 @@ class _Heartbeats:
         self._store.set(_beat_key(self._rank), _LEFT)
 
     def verdict(self) -> str | None:
-        """Return the failure published by any rank, or None."""
+        """Return the failure that any rank has published; None if there is none."""
         return self._store.get(_VERDICT).decode() if self._store.check([_VERDICT]) else None
 
     def next_is_silent(self) -> bool:

@@ -3,7 +3,7 @@
 Start reading at `app.py` (middleware and routers) and `routes.py` (chat and completions).
 `settings.py` has all limits, `openai_types.py` the request types, `connection.py` and
 `lifecycle.py` the connections. `live_requests.py` connects the engine's thread to the event loop.
-The page is in `page/`.
+The files of the chat page are in `page/`.
 """
 
 from __future__ import annotations

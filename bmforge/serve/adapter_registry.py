@@ -82,8 +82,8 @@ class AdapterRegistry:
             if name in taken():
                 raise RequestError(
                     (
-                        f"lora_name={name!r} is already the name of a model. Use another name, or "
-                        "unload that adapter first."
+                        f"lora_name={name!r} is already in use. Use another name, or unload the "
+                        "adapter with this name first."
                     ),
                     "lora_name",
                 )

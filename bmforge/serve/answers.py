@@ -66,7 +66,7 @@ class ResponseFields:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def as_json(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Return a JSON response object, either the whole response or one chunk."""
+        """Return a JSON response object, either the complete response or one chunk."""
         return {
             "id": f"{self.prefix}-{self.id}",
             "object": self.object,
@@ -118,7 +118,7 @@ class Reading:
         return self._count > 0
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next text; yield the parts that are now complete."""
+        """Process the next text; yield the text, reasoning and tool calls that are now complete."""
         text = self._skip(text)
         if text:
             yield from self._limit(self._read(text))
@@ -146,7 +146,7 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield response parts, up to the client's maximum number of tool calls."""
+        """Yield parsed pieces of the answer, up to the client's maximum number of tool calls."""
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True
@@ -224,7 +224,7 @@ class TextLogprobs:
         self.offset = 0
 
     def write(self, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Convert the log-probabilities of the next tokens."""
+        """Return the log-probabilities of the next tokens in the completions format."""
         offsets = []
         for token in tokens:
             offsets.append(self.offset)  # also for a token with part of a character
@@ -238,14 +238,17 @@ class TextLogprobs:
 
     @staticmethod
     def _top(token: TokenLogprob) -> dict[str, float]:
-        """Return a dict from top tokens' texts to log-probabilities, the highest of equal texts."""
+        """Return a dict from the text of each top token to its log-probability.
+
+        Of several tokens with the same text, the highest log-probability is used.
+        """
         collected: dict[str, float] = {}
         for top in token.top:
             collected.setdefault(_spell_token(top), max(top.logprob, _LEAST))
         return collected
 
     def write_prompt(self, first: bytes, tokens: Collection[TokenLogprob]) -> dict[str, Any]:
-        """Convert the log-probabilities of a prompt; the first token has no log-probability."""
+        """Return a prompt's log-probabilities in the completions format (first token: None)."""
         start = self.write([TokenLogprob(0, 0.0, first)])
         later = self.write(tokens)
         start |= {"token_logprobs": [None], "top_logprobs": [None]}

@@ -34,7 +34,10 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Yield the start of the call and parts of its arguments, as soon as they are certain."""
+        """Process the next text; yield the start of the tool call and pieces of its arguments.
+
+        A piece is yielded as soon as later text can no longer change it.
+        """
         if self._is_over:
             return
         if not self.has_started:
@@ -70,7 +73,7 @@ class JsonCallReader:
         return len(text)
 
     def end(self) -> Iterator[Part]:
-        """Yield a call that could not be streamed, for example because its arguments came first."""
+        """Yield the tool call if it was not streamed, such as one whose arguments came first."""
         if self.has_started:
             return
         try:
@@ -101,7 +104,7 @@ class CallReader:
         self._json: JsonCallReader | None = None
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next text of an answer; yield the text and calls that are now complete."""
+        """Process the next text of an answer; yield text and tool calls that are now complete."""
         self._pending += text
         goes_on = True
         while goes_on and self._pending:
@@ -130,7 +133,7 @@ class CallReader:
             yield from _whole(call)
 
     def _find_open(self) -> tuple[str, bool]:
-        """Return the text before the next call, and a flag: True if a call begins after it."""
+        """Return the text before the next tool call, and True if a call begins after this text."""
         if self._is_start and "" in self._form.open:
             stripped = self._pending.lstrip()
             if not stripped:
@@ -157,7 +160,7 @@ class CallReader:
         self._json = JsonCallReader(self._schemas) if self._form.is_json else None
 
     def _find_close(self) -> bool:
-        """Move text up to the closing mark into the call; return True if the mark was found."""
+        """Move text up to the closing mark to the tool call; return True if the mark was found."""
         close = self._form.close
         if not close:
             self._last, self._pending = self._pending, ""

@@ -1,4 +1,4 @@
-"""Runs chat requests: from a request in OpenAI's format to the parts of its answer.
+"""Runs chat requests in OpenAI's format and parses the answers' text, reasoning and calls.
 
 All chat protocols (chat completions, responses, Anthropic's messages) share this path.
 """

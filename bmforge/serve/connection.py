@@ -35,7 +35,7 @@ class DeadlineProtocol(H11Protocol):
 
     Args:
         limits: limits of the server.
-        more: arguments that uvicorn passes.
+        more: further arguments, passed by uvicorn.
     """
 
     def __init__(self, limits: ServeConfig, **more: Any) -> None:
@@ -96,7 +96,8 @@ class DeadlineProtocol(H11Protocol):
         """Continue with the next pipelined request, or close the connection if there is none.
 
         h11 may hold the beginning of the next request, received in one packet with the end of the
-        last one. Its application then runs already, and the rest of its body is in the buffer.
+        last one. The application then already handles that request, and the rest of the request's
+        body is in the buffer.
         """
         self._stop_probing()
         super().on_response_complete()
@@ -114,9 +115,9 @@ class DeadlineProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection if the client has finished sending but still reads (half-closed).
 
-        A connection that the client has closed cannot be distinguished from this until something is
-        sent. The server therefore sends interim responses until the answer begins; if the
-        connection is closed, the client's operating system rejects them.
+        A connection that the client has closed cannot be distinguished from a half-closed one until
+        something is sent. The server therefore sends interim responses until the answer begins; if
+        the connection is closed, the client's operating system rejects them.
 
         Returns:
             True if the connection stays open.

@@ -68,7 +68,7 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
 
 
 class Deltas:
-    """Converts the parts of one answer to the deltas of chat completions.
+    """Converts text, reasoning and tool calls of one answer to the deltas of chat completions.
 
     Args:
         has_thoughts: True if reasoning is shown.
@@ -78,7 +78,7 @@ class Deltas:
         self._has_thoughts, self._calls = has_thoughts, 0
 
     def show(self, part: Part) -> dict[str, Any] | None:
-        """Convert a part of an answer to the `delta` of a chunk; None if the part is not sent."""
+        """Convert a piece of an answer to the `delta` of a chunk; None if the piece is not sent."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):

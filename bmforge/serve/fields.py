@@ -53,7 +53,10 @@ _MODEL_VALUE = frozenset({("/v1/embeddings", "dimensions")})
 
 
 def treatment_of(endpoint: str, field: str) -> Treatment:
-    """Return the treatment of a field of an endpoint; unknown fields are rejected (status 400)."""
+    """Return "supported", "neutral value only" or "no effect" for a field of an endpoint.
+
+    Unknown fields are rejected with status 400.
+    """
     if field in _NO_EFFECT:
         return "no effect"
     values = _allowed(ENDPOINTS[endpoint].model_fields[field].annotation)

@@ -132,7 +132,7 @@ class _Block:
         self.id = f"toolu_{secrets.token_hex(12)}"
 
     def as_json(self, is_whole: bool) -> dict[str, Any]:
-        """Return the block as JSON, either whole or as it begins in a stream."""
+        """Return the block as JSON, either complete or as it begins in a stream."""
         text = self.text if is_whole else ""
         if self.kind == "text":
             return {"type": "text", "text": text}
@@ -167,14 +167,14 @@ def _blocks(message: JoinedAnswer) -> Iterator[_Block]:
 
 
 class _BlockEvents:
-    """Converts the parts of an answer to the stream events of content blocks."""
+    """Converts text, reasoning and tool calls to the stream events of content blocks."""
 
     def __init__(self) -> None:
         self._block: _Block | None = None
         self._count = 0
 
     def feed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the stream events for the next part."""
+        """Yield the stream events for the next piece of the answer."""
         kind, text = "text", part if isinstance(part, str) else ""
         if isinstance(part, Thought):
             kind, text = "thinking", part.text

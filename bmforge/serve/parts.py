@@ -68,7 +68,7 @@ class GeneratedToolCall:
 
 @dataclass(frozen=True)
 class JoinedAnswer:
-    """Complete answer, joined from its parts.
+    """Complete answer: text, reasoning and tool calls.
 
     Args:
         text: text of the answer.
@@ -82,7 +82,7 @@ class JoinedAnswer:
 
     @classmethod
     def join(cls, parts: Iterable[Part]) -> JoinedAnswer:
-        """Join the parts of an answer into a message."""
+        """Join the streamed pieces of an answer."""
         text, thoughts = "", ""
         calls: list[GeneratedToolCall] = []
         for part in parts:

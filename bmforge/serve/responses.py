@@ -133,7 +133,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Items:
-    """Converts the parts of an answer to output items and their stream events.
+    """Converts text, reasoning and tool calls to output items and their stream events.
 
     Attributes:
         done: finished items.
@@ -145,7 +145,7 @@ class Items:
         self._item: dict[str, Any] = {}
 
     def feed(self, part: Part) -> Iterator[Event]:
-        """Yield the stream events for the next part."""
+        """Yield the stream events for the next piece of the answer."""
         if isinstance(part, CallPiece):
             kind, text = "function_call", part.text
         elif isinstance(part, CallStart):

@@ -3,7 +3,7 @@
 A short schema can need more time and memory than available, for example if many patterns must match
 at once. The compiler cannot be interrupted and does not respect its own limits, but a process can
 be killed. This file is the program that runs in that process. It imports nothing of bmforge. If the
-parent is killed, it ends soon, because its time is limited.
+parent process is killed, this process ends soon, because its time is limited.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ThoughtReader:
         self._is_first = True
 
     def feed(self, text: str) -> Iterator[str | Thought]:
-        """Process the next text of an answer; yield the reasoning and text that are certain."""
+        """Process the next text of an answer; yield reasoning and text that cannot change later."""
         self._pending += text
         if self._state == "start":
             self._begin()

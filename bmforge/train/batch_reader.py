@@ -113,7 +113,7 @@ class BatchReader:
             )
 
     def _take(self) -> Sequence[Batch] | None:
-        """Return the next micro-batches; None on all processes if the epoch has ended on any.
+        """Return the next micro-batches; None on all processes if the epoch ended on any process.
 
         Comm: one all-reduce of an integer, over several processes with a loader that can end.
         """

@@ -27,7 +27,7 @@ def load_callback_states(callbacks: Sequence[Any], states: dict[str, Any]) -> No
         states: result of `read_callback_states`.
 
     Raises:
-        ConfigError: the saved states are not those of these callbacks.
+        ConfigError: the run was saved with other callbacks.
     """
     own = _stateful(callbacks)
     if set(own) != set(states):

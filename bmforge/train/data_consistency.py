@@ -1,4 +1,4 @@
-"""Checks that processes read consistent rows and equal numbers of micro-batches."""
+"""Checks that processes read consistent samples and equal numbers of micro-batches."""
 
 from __future__ import annotations
 

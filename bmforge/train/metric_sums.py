@@ -55,7 +55,7 @@ class MetricSums:
     def finish(
         self, mesh: DeviceMesh | None, device: torch.device | str, *axes: str
     ) -> dict[str, float]:
-        """Return a dict from metric name to value over all ranks; empty means are omitted.
+        """Return a dict from metric name to value over all ranks; means without items are omitted.
 
         Args:
             mesh: mesh of the model.

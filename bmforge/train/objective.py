@@ -89,13 +89,13 @@ def count_items(objective: Objective, batch: Batch, model: nn.Module) -> int:
 def prepare_batches(
     objective: Objective, model: nn.Module, micro_batches: Sequence[Batch]
 ) -> Sequence[Batch]:
-    """Return the micro-batches of a step after the objective's `prepare`, if it has one."""
+    """Apply the objective's `prepare`, if any, to a step's micro-batches; return the result."""
     prepare = getattr(objective, "prepare", None)
     return micro_batches if prepare is None else prepare(model, micro_batches)
 
 
 def metric_sums_of(objective: Objective) -> MetricSums:
-    """Create empty sums for an objective's metrics."""
+    """Create the `MetricSums` of an objective, with no values yet."""
     return MetricSums(getattr(objective, "metrics", {}))
 
 
@@ -186,9 +186,9 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 
 
 def count_tokens(batch: Batch) -> int:
-    """Return the number of tokens of a micro-batch, excluding rows that are all padding.
+    """Return the number of tokens of a micro-batch, excluding sequences that contain only padding.
 
-    If there is one label per row instead of per token, the number of rows is returned.
+    If there is one label per sequence instead of per token, the number of sequences is returned.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:

@@ -47,7 +47,7 @@ class _Holder:
     since: str = ""
 
     def is_process(self, other: _Holder) -> bool:
-        """Return True if two holders are the same process."""
+        """Return True if this lock holder and `other` are the same process."""
         return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
 
     def __str__(self) -> str:

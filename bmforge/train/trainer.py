@@ -78,7 +78,7 @@ class Trainer:
 
     Args:
         model: parallelized and initialized model.
-        loader: data loader that yields a list of micro-batches per optimizer step and has a state.
+        loader: data loader that yields a list of micro-batches per optimizer step; see `Loader`.
         config: training settings.
         mesh: mesh of the model (default: the mesh over which its parameters are sharded).
         run_dir: directory for metrics and checkpoints; if None, nothing is written.

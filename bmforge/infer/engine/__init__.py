@@ -1,8 +1,8 @@
 """Low-memory inference engine: runs a model of any size within a memory budget.
 
 Start reading at `engine.py` (public API), then `budget.py` (placement) and `weights.py` (loading);
-`workspace.py` estimates activations, `native_step.py` runs all blocks for a few tokens in one
-native call, `encode.py` serves encoders, `span_filling.py` fills masked spans.
+`workspace.py` estimates activations, `native_step.py` runs all blocks for a few tokens in one C++
+call (the C++ decoding step), `encode.py` serves encoders, `span_filling.py` fills masked spans.
 
 Batched requests: `request.py` (public types), `requests.py` (engine thread), `scheduler.py` over
 `pages.py` (continuous batching), `packed_step.py` (one step of a batch), `answers.py` (output);

@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 class _NoText:
-    """Tokenizer of an engine without one: every text is empty."""
+    """Replaces the tokenizer in an engine that has none; decodes all tokens to empty text."""
 
     def decode_written(self, ids: Sequence[int]) -> str:
         return ""
@@ -131,7 +131,9 @@ class Answer:
         return Draw(config, self._number() if config.do_sample else 0.0, scores, forbidden)
 
     def choose(self, scores: Tensor, choice: TokenChoice | None = None) -> int | None:
-        """Choose the next token and append it; None if the answer ends without a token.
+        """Choose the next token, append it to the answer, and return its id.
+
+        Returns None if the constraint allows no further token, which ends the answer.
 
         `finish_reason` is set if the answer ends after this token.
 

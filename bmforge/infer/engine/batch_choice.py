@@ -1,9 +1,9 @@
 """Chooses the next tokens of many answers in one pass over their logits.
 
-Every operation works row by row, so an answer's tokens and log-probabilities are bit-identical
-whether it is processed alone or in a batch. Answers whose options depend on their own text
-(penalties, constraints) use `Answer.choose` instead. Choosing the tokens of 32 sampled answers one
-by one took 31 % of the time of a small model.
+Every operation processes each row of logits separately, so an answer's tokens and log-probabilities
+are bit-identical whether it is processed alone or in a batch. Answers whose options depend on their
+own text (penalties, constraints) use `Answer.choose` instead. Choosing the tokens of 32 sampled
+answers one by one took 31 % of the time of a small model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def narrow_sampled(scores: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def choose_batch(draws: Sequence[Draw]) -> list[TokenChoice | None]:
-    """Choose a token for each draw; None if its scores are not finite.
+    """Return the chosen token of each draw, or None if the draw's scores are not finite.
 
     Draws with the same options are processed together.
     """
@@ -111,7 +111,7 @@ def _choose(draws: Sequence[Draw]) -> Tensor:
 
 
 def _draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """Sample a token per row by inverting its cumulative distribution, like `draw_token`.
+    """Sample a token per distribution by inverting the cumulative distribution, like `draw_token`.
 
     Shape:
         probabilities: (B, V); numbers: (B,) in float64; returns (B,)

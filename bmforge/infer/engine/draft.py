@@ -159,7 +159,7 @@ class Draft:
     def _write(
         self, parts: Several[SequenceChunk], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Return the draft model's logits after the last draft token of each chunk in `left`."""
+        """Run the draft model; return logits after the last draft token of the `left` chunks."""
         rows = []
         for number in left:
             part = parts[number]

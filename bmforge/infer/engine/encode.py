@@ -35,7 +35,7 @@ Inputs: TypeAlias = Sequence[tuple[str, Any] | list[int]] | Tensor
 
 
 class Filled(NamedTuple):
-    """Candidate token for a mask.
+    """Candidate token for a mask token.
 
     Attributes:
         token: text of the token.
@@ -55,10 +55,10 @@ def embed(
     normalize: bool = True,
     max_rows: int = 1,
 ) -> Tensor:
-    """Return one embedding per row, pooled from the last hidden states.
+    """Return one embedding per input, pooled from the last hidden states.
 
-    Encoder-decoders use the encoder's states. Rows of equal length are batched, so that no padding
-    is needed.
+    Encoder-decoders use the encoder's states. Inputs of equal length are batched, so that no
+    padding is needed.
 
     Args:
         model: any model.
@@ -89,13 +89,13 @@ def check_pooling(pooling: str) -> None:
 
 
 def pool(states: Tensor, pooling: Pooling) -> Tensor:
-    """Pool the hidden states of each row, in fp32: (B, T, D) -> (B, D)."""
+    """Pool the hidden states of each sequence, in fp32: (B, T, D) -> (B, D)."""
     states = states.float()
     return states.mean(1) if pooling == "mean" else states[:, 0]
 
 
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
-    """Return the last hidden states of rows, (B, T, D), without those of the soft prompt."""
+    """Return the last hidden states of a batch, (B, T, D), without those of the soft prompt."""
     rows, added = _prepend_prompt(model, rows)
     if model.traits.reads == "apart":
         return model.encode(**rows).last_hidden_state[:, added:]
@@ -104,7 +104,7 @@ def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
 
 
 def _prepend_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Prepend the model's soft prompt to the rows; return the new rows and the prompt's length."""
+    """Prepend the model's soft prompt to a batch; return the new batch and the prompt's length."""
     if "input_ids" not in rows:
         return rows, 0
     ids, _, added = with_prompt(model.whole().embed, rows["input_ids"])
@@ -114,7 +114,7 @@ def _prepend_prompt(model: Any, rows: dict[str, Tensor]) -> tuple[dict[str, Tens
 def _read_together(
     model: Any, inputs: Inputs, max_rows: int, read: Callable[[dict[str, Tensor]], Tensor]
 ) -> Tensor:
-    """Apply `read` to batches of rows of equal shape, and return the results in row order."""
+    """Apply `read` to batches of inputs of equal shape; return the results in input order."""
     rows = read_rows(model, inputs)
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
@@ -131,7 +131,7 @@ def _read_together(
 
 @torch.no_grad()
 def classify(model: Any, inputs: Inputs, *, max_rows: int = 1) -> Tensor:
-    """Return class probabilities, per row or (for token classification) per token.
+    """Return class probabilities, per input or (for token classification) per token.
 
     Probabilities of exclusive classes sum to 1; multi-label probabilities are independent.
 
@@ -206,10 +206,10 @@ def fill_mask(
 
 
 def read_rows(model: Any, inputs: Inputs) -> list[dict[str, Tensor]]:
-    """Return a list with the model's keyword arguments for every row.
+    """Return a list with the model's keyword arguments for every input.
 
     Raises:
-        ConfigError: a row is empty or longer than the model's maximum.
+        ConfigError: an input is empty or longer than the model's maximum.
         ShapeError: ids are outside of the vocabulary.
     """
     if isinstance(inputs, Tensor):
@@ -253,7 +253,7 @@ def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
 
 
 def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.device) -> Inputs:
-    """Convert inputs to a tensor, to texts with their tokenizer, or to rows of token ids.
+    """Convert inputs to a tensor, to texts with their tokenizer, or to lists of token ids.
 
     Args:
         inputs: a text, texts, lists of ids, or a tensor.
@@ -261,7 +261,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
         device: compute device.
 
     Raises:
-        ConfigError: there are no inputs, or one is empty.
+        ConfigError: there are no inputs, or an input is empty.
     """
     if isinstance(inputs, Tensor):
         return inputs.to(device)

@@ -1,7 +1,7 @@
 """Embedding requests, batched across callers.
 
-Rows of equal length from all callers share a forward pass if weights are streamed or the device is
-an accelerator. For a model in host memory each row has its own pass: larger batches would gain
+Inputs of equal length from all callers share a forward pass if weights are streamed or the device
+is an accelerator. For a model in host memory each input has its own pass: larger batches would gain
 little speed, and their results would differ in the last bits and so depend on other requests.
 """
 
@@ -29,7 +29,7 @@ class Encoding(EngineTask):
     """Embedding request of one caller.
 
     Args:
-        rows: keyword arguments of the model for each row.
+        rows: keyword arguments of the model for each input.
         pooling: pooling as in `encode.embed`.
         normalize: scale embeddings to length 1.
         deadline_s: deadline in seconds, as in `EngineTask`.
@@ -51,7 +51,7 @@ class Encoding(EngineTask):
         self._found: dict[int, Tensor] = {}
 
     def put(self, number: int, embedding: Tensor) -> None:
-        """Store the embedding of a row; the last row completes the request."""
+        """Store the embedding of one input; the last embedding completes the request."""
         self._found[number] = embedding
         if len(self._found) == len(self.rows):
             out = torch.stack([self._found[n] for n in range(len(self.rows))])
@@ -72,11 +72,11 @@ class _Row(NamedTuple):
 
 
 class Encodings:
-    """Runs the rows of all waiting requests in order of arrival.
+    """Computes the embeddings of all waiting requests, in order of arrival.
 
     Args:
         model: the model.
-        max_rows: maximum number of rows in a shared pass.
+        max_rows: maximum number of inputs in a shared pass.
         max_tokens: maximum number of tokens in a shared pass.
     """
 
@@ -99,7 +99,7 @@ class Encodings:
         self._came.append(encoding)
 
     def step(self) -> None:
-        """Run one forward pass if rows are waiting."""
+        """Run one forward pass if requests are waiting."""
         while self._came:
             encoding = self._came.popleft()
             self._rows += [_Row(encoding, number) for number in range(len(encoding.rows))]
@@ -122,7 +122,7 @@ class Encodings:
             encoding.fail(error)
 
     def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
-        """Return the batch size for rows of this kind and length."""
+        """Return the batch size for inputs of this kind and length."""
         if not shares_passes(self._model):
             return 1
         rows, tokens = self._most

@@ -79,7 +79,7 @@ class Job:
         return "deadline" if late else None
 
     def tell(self, finished: bool = False) -> None:
-        """Send the new output of every answer to the handle; with `finished`, end all answers."""
+        """Send the new output of every answer to the handle; if `finished`, end all answers."""
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")
@@ -275,7 +275,7 @@ class PackedJobs:
     def _choose(
         self, job: Job, part: SequenceChunk, scores: Tensor, chosen: dict[Answer, TokenChoice]
     ) -> None:
-        """Choose a sequence's next tokens; after the prompt, one for each answer."""
+        """Choose a sequence's next tokens; after the prompt, one first token for each answer."""
         sequence, answers = part.sequence, job.ready.answers
         answer = job.sequences[sequence]
         for number, row in enumerate(scores):

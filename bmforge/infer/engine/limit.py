@@ -23,7 +23,7 @@ _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_i
 def check_size(
     limit: tuple[int, int], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Forward pre-hook that raises an error for more rows or tokens than planned.
+    """Forward pre-hook that raises an error if a batch exceeds the memory plan.
 
     Raises:
         ConfigError: the call exceeds the limits; the message names sizes and limits.

@@ -1,7 +1,7 @@
-"""Adapters of the native step (LoRA, prefixes): supported modules, and the tables of one call.
+"""Adapters of the C++ decoding step (LoRA, prefixes): supported modules, tables of one call.
 
 The active `Selection` determines the adapters of each token; without a selection all tokens use the
-enabled adapters. The native step reads the parameters of the adapter modules directly.
+enabled adapters. The C++ decoding step reads the parameters of the adapter modules directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AdapterTables", "find_low_ranks", "read_prefixes"]
 
 
 def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
-    """Return a linear layer's LoRA modules that the native step supports, by adapter name.
+    """Return a linear layer's LoRA modules that the C++ decoding step supports, by adapter name.
 
     DoRA, biases and modules whose factors have two dtypes are not supported.
     """
@@ -39,7 +39,7 @@ def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
 
 
 class AdapterTables:
-    """Tables of the LoRA updates of every adapted linear layer, for the native step.
+    """Tables of the LoRA updates of every adapted linear layer, for the C++ decoding step.
 
     The table of the previous call is reused if selection and batch size are the same; the caller
     creates a new `AdapterTables` when a module has changed.
@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of prefixes, the maximum prefix length, and the tensors it points to.
+    """Return the table of prefixes, the maximum prefix length, and the tensors in the table.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

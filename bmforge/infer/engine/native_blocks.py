@@ -1,7 +1,7 @@
-"""Describes blocks for the native step: pointers, sizes and kinds, read from the modules.
+"""Describes blocks for the C++ decoding step: pointers, sizes and kinds of their tensors.
 
 A block with an unsupported element (a hook, an unknown child or class, a hook of a parallel layout)
-has no description, and torch runs it.
+has no description; torch runs such a block.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ _FORWARDS = {
 
 
 class _UnknownError(Exception):
-    """Raised if the native step does not support a module."""
+    """Raised if the C++ decoding step does not support a module."""
 
 
 class Watch:
-    """Snapshot of the described modules, used to detect changes.
+    """Records the state of the described modules, to detect later changes.
 
-    It records the class and all attributes of every module (hooks, children and parameters are
+    The state is the class and all attributes of every module (hooks, children and parameters are
     attributes), and the address, size and dtype of every tensor.
     """
 
@@ -118,7 +118,10 @@ class Watch:
         self._places += _places(tensors)
 
     def sees_change(self) -> bool:
-        """Return True if any recorded module or tensor changed; takes microseconds per block."""
+        """Return True if any recorded module or tensor changed.
+
+        The check takes microseconds per block.
+        """
         if any(self._empty) or _forwards_changed():
             return True
         if not all(map(is_, map(type, self._objects), self._kinds)):
@@ -151,11 +154,11 @@ def _forwards_changed() -> bool:
 
 
 def describe_block(block: nn.Module, watch: Watch) -> Any:
-    """Return the `Layer` of a block; None if the native step does not support the block.
+    """Describe a block as a `Layer`; return None if the C++ decoding step does not support it.
 
     Args:
         block: block of a model.
-        watch: snapshot to which the block's modules are added.
+        watch: records the block's modules, so that later changes of these modules are detected.
     """
     try:
         return _describe_block(block, watch)

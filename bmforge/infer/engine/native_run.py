@@ -1,7 +1,7 @@
-"""Arguments of one call of the native step: tokens, masks, positions, keys and values.
+"""Arguments of one call of the C++ decoding step: tokens, masks, positions, keys and values.
 
-`CacheCall` is for rows of equal length in a `KVCache`; `PackedCall` is for tokens of several
-sequences in one row, each with its pages in a `PagedCache`.
+`CacheCall` is for sequences of equal length in a `KVCache`. `PackedCall` is for tokens of several
+sequences, concatenated into one row; each sequence has its pages in a `PagedCache`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pasts(NamedTuple):
 
 
 class BlockSegment(Protocol):
-    """Interface of consecutive blocks that have descriptions for the native step.
+    """Interface of consecutive blocks that have descriptions for the C++ decoding step.
 
     `pasts` are the addresses of the keys and values in the previous call.
     """
@@ -142,7 +142,7 @@ class _AnyCall:
         return _Rope(cos.data_ptr(), sin.data_ptr(), _stride(cos, 0), cos.shape[-1])
 
     def _place(self, pages: Iterable[tuple[Tensor, int]]) -> Any:
-        """Store the page table (int32) and the position of every token for the native step."""
+        """Store the page table (int32) and the position of every token for the C++ step."""
         page_list = list(pages)
         self._kept += [tensor for tensor, _ in page_list]
         places = (_Place * len(page_list))(
@@ -287,7 +287,7 @@ class PackedCall(_AnyCall):
     """Arguments of a call with a `PagedCache`.
 
     Args:
-        x: input of the first block, (1, T, D): the tokens of all rows, concatenated.
+        x: input of the first block, (1, T, D): the tokens of all sequences, concatenated.
         cache: KV cache with pages for the tokens.
         rows: sequence and positions of the tokens.
         rope: cos and sin of each token.
@@ -312,7 +312,7 @@ class PackedCall(_AnyCall):
         self._masks, self._biases = (_Mask * 1)(), (_Bias * 1)()
 
     def takes(self, segment: BlockSegment) -> bool:
-        """Return True if the native step supports all blocks of the segment.
+        """Return True if the C++ decoding step supports all blocks of the segment.
 
         Every block must have only causal self-attention, and its keys and values must fit the
         layout of the cache; this method allocates their cache buffers.

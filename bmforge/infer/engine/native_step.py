@@ -79,7 +79,7 @@ class NativeStep:
         rests: check for changed blocks only after a call of `look_again`; see `undisturbed`.
 
     Attributes:
-        native_blocks: number of blocks that the last call ran natively.
+        native_blocks: number of blocks that the last call ran in C++.
         torch_blocks: number of blocks that the last call ran in torch.
     """
 
@@ -164,7 +164,7 @@ class NativeStep:
 
         Args:
             layers: the blocks.
-            x: input of the first block, (1, T, D): the tokens of all rows, concatenated.
+            x: input of the first block, (1, T, D): the tokens of all sequences, concatenated.
             cache: KV cache of the sequences.
             rows: sequence and positions of the tokens.
             rope: cos and sin of each token.
@@ -181,21 +181,21 @@ class NativeStep:
         return wide.to(x.dtype)
 
     def knows(self, layers: nn.ModuleDict) -> bool:
-        """Return True if all blocks, in their present state, can run natively."""
+        """Return True if all blocks, in their current state, can run in the C++ step."""
         if load_step() is None:
             return False
         self._read(layers)
         return all(segment.layers for segment in self._segments)
 
     def adapts(self, layers: nn.ModuleDict, parts: Collection[nn.Module]) -> bool:
-        """Return True if all blocks run natively and `parts` are LoRA modules of these blocks.
+        """Return True if all blocks run in the C++ step and `parts` are their LoRA modules.
 
         `run_packed` can then apply different adapters to the tokens of one call.
         """
         return self.knows(layers) and self._adapters.parts.issuperset(parts)
 
     def _read(self, layers: nn.ModuleDict) -> None:
-        """Rebuild the structs that describe the blocks to the native code, if blocks changed."""
+        """Rebuild the structs that describe the blocks to the C++ code, if blocks changed."""
         is_known = layers is self._layers
         if is_known and self._rests and self._has_looked:
             return
@@ -237,14 +237,14 @@ class NativeStep:
 
 
 def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
-    """Return True for at most `_MOST_TOKENS` tokens and only supported arguments."""
+    """Return True if there are at most `_MOST_TOKENS` tokens and all arguments are supported."""
     few = 0 < x.shape[0] * x.shape[1] <= _MOST_TOKENS
     usual = inputs.keys() <= _INPUTS and isinstance(inputs["cache"], KVCache)
     return few and usual and _may_run(x)
 
 
 def _may_run(x: Tensor) -> bool:
-    """Return True for plain CPU tensors, without gradients, tracing, hooks or autocast."""
+    """Return True if `x` is a plain CPU tensor without gradients, tracing, hooks and autocast."""
     if torch.is_grad_enabled() or is_watched():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS

@@ -1,4 +1,4 @@
-"""Structures of the native step's blocks, as step_parts.cpp and step.cpp declare them."""
+"""Structures that describe blocks to the C++ decoding step, as declared in its .cpp files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One model step for tokens of many sequences, concatenated into one row.
 
-Results must not depend on the other sequences in the step. The native step guarantees this for
-every token; operations outside of the blocks use matrix products with a fixed summation order or
-process one token at a time (norms). Torch's products change in the last bits with the batch size,
-so if torch runs the blocks, each sequence is computed alone, in chunks of fixed size.
+Results must not depend on the other sequences in the step. The C++ decoding step guarantees this
+for every token; operations outside of the blocks use matrix products with a fixed summation order
+or process one token at a time (norms). Torch's products change in the last bits with the batch
+size, so if torch runs the blocks, each sequence is computed alone, in chunks of fixed size.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shares_passes(model: Any) -> bool:
 
 
 class PackedStep:
-    """Runs the model for the rows of a step.
+    """Runs the model for the sequences of a step.
 
     If weights are streamed, or on an accelerator, sequences also share torch's forward passes, and
     results are equal only up to rounding.
@@ -129,16 +129,16 @@ class PackedStep:
         num_scored: Sequence[int],
         deltas: Sequence[DeltaNames] | None = None,
     ) -> list[Tensor]:
-        """Run the model on tokens of several sequences; return logits of each row's last tokens.
+        """Run the model on tokens of several sequences; return the logits of their last tokens.
 
         Args:
             rows: sequence and positions of the tokens.
-            tokens: token ids of each row.
-            num_scored: number of trailing tokens of each row whose logits are returned.
-            deltas: adapter names of each row; None means the model's active adapters.
+            tokens: token ids of each sequence.
+            num_scored: number of trailing tokens of each sequence whose logits are returned.
+            deltas: adapter names of each sequence; None means the model's active adapters.
 
         Shape:
-            returns a list with (num_scored, V) per row, in fp32
+            returns a list with (num_scored, V) per sequence, in fp32
         """
         row_inputs = list(zip(rows, tokens, num_scored, strict=True))
         names = [None] * len(row_inputs) if deltas is None else list(deltas)
@@ -157,10 +157,10 @@ class PackedStep:
         return [scores[number] for number in range(len(row_inputs))]
 
     def _divide(self, names: Sequence[DeltaNames]) -> list[list[int]]:
-        """Group rows into forward passes.
+        """Group the step's sequences into forward passes.
 
-        All rows without adapters, or with LoRAs that the native step supports, share one pass. Rows
-        with other adapters share a pass only if their adapters are the same.
+        All sequences without adapters, or with LoRAs that the C++ decoding step supports, share one
+        pass. Sequences with other adapters share a pass only if their adapters are the same.
         """
         if not self._is_together:
             return [[number] for number in range(len(names))]
@@ -175,7 +175,7 @@ class PackedStep:
     def _choosing(
         self, names: Sequence[DeltaNames], counts: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """Context manager: enable the adapters of the rows of one forward pass."""
+        """Context manager: enable the adapters of the sequences of one forward pass."""
         if len(set(names)) == 1:
             return choosing_deltas(self.model, names[0])
         return run_with_selection(per_token_selection(self.model, names, counts))
@@ -188,7 +188,7 @@ class PackedStep:
         *,
         native_only: bool = False,
     ) -> list[Tensor] | None:
-        """Run one forward pass; None if torch would have to run it and `native_only` is set."""
+        """Run one forward pass; return None if `native_only` is set but torch must run blocks."""
         if self._can_record is None:
             self._can_record = can_record(self.model, self.cache.device)
         if self._can_record and set(num_scored) == {1}:
@@ -218,7 +218,7 @@ class PackedStep:
         x: Tensor | None = None,
         rope: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the blocks in torch; return the logits of the scored tokens, (M, V)."""
+        """Run the blocks in torch; return the logits of the tokens that need them, (M, V)."""
         if x is None or rope is None:
             x, rope = self._embed(tables)
         self.cache.rows, self.cache.tables = tables.rows, tables
@@ -227,7 +227,7 @@ class PackedStep:
         return self._score_of(out, tables)
 
     def _score_of(self, out: Tensor, tables: StepTables | FixedTables) -> Tensor:
-        """Return the logits of the scored tokens: (1, T, D) -> (M, V) in fp32."""
+        """Return the logits of the tokens that need them: (1, T, D) -> (M, V) in fp32."""
         scored = tables.at(self.cache.device).scored.to(out.device)
         return self._score(out[0].index_select(0, scored))
 

@@ -24,7 +24,7 @@ __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
 
 
 class PagedCache:
-    """Paged KV cache: attention writes and reads the pages of the step's rows.
+    """Paged KV cache: attention writes and reads the pages of the step's sequences.
 
     A layer's buffers are allocated when its first keys arrive. If the operating system commits
     memory at the first write, unused pages cost nothing.
@@ -125,11 +125,11 @@ class PagedCache:
             layer: layer index.
             window: sliding window in tokens, including the token itself; None for full attention.
             mix: attention function (query, key, value, mask, bias), as in `Attention`.
-            query: queries of the step's tokens, with the rows concatenated.
+            query: queries of the step's tokens, with the sequences concatenated.
             key: keys of the step's tokens.
             value: values of the step's tokens.
             scale: factor on the scores if `mix` is plain attention, which accelerators then compute
-                for all rows at once; if None, `mix` is called for each row.
+                for all sequences at once; if None, `mix` is called for each sequence.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
@@ -159,7 +159,7 @@ class PagedCache:
         query: Tensor,
         min_length: int = 1,
     ) -> Tensor:
-        """Compute the attention of each row separately; shorter rows are undefined.
+        """Compute attention per sequence; outputs of those shorter than `min_length` are undefined.
 
         Shape:
             query: (1, N, T, H); returns the same shape

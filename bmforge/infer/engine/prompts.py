@@ -111,7 +111,7 @@ class PromptReader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with end tokens, and sentinels omitted from texts."""
+        """Return the prompt's ids, the config with end tokens, and the ids to omit from texts."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)

@@ -74,7 +74,7 @@ class Requests:
         reader: object that validates requests and converts them to token ids.
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
-        packed: runner of the requests that share steps.
+        packed: runner of the requests that are batched.
         turn: function that returns a context manager which locks the model; entered while there
             are requests.
         encodings: runner of embedding requests.
@@ -252,7 +252,7 @@ class Requests:
             self._end_all()
 
     def _step(self) -> None:
-        """Accept new requests, end cancelled and expired requests, and run one step of others."""
+        """Accept new requests, end cancelled and expired requests, run one step of the others."""
         if self._calls or self._was_called:
             self._was_called = False
             self._answer_calls()

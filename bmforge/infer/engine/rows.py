@@ -1,4 +1,4 @@
-"""Unbatched requests: each runs alone through `Decoder`, interleaved with the others.
+"""Unbatched requests: each runs alone through `Decoder`, interleaved with other requests.
 
 Unbatched requests are beam searches, and requests to encoder-decoders and to models with their own
 prompt format (GLM, CPM-Ant, CPM-Bee, EVA). Their results do not depend on other requests.

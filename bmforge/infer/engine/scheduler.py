@@ -36,7 +36,7 @@ class ChunkRules:
     outdates: Callable[[int, int], bool] | None = None
 
     def most(self, sequence: Sequence) -> int:
-        """Return the maximum number of tokens of a sequence in the next step."""
+        """Return the maximum number of tokens of a sequence that the next step may process."""
         left = len(sequence.tokens) - sequence.stored
         if self.unit is None or self.outdates is not None:
             return left
@@ -123,7 +123,7 @@ class SequenceChunk:
 
 
 class Scheduler:
-    """Assigns the tokens of each step, and pages, to sequences.
+    """Divides the tokens of each step, and the pages of the KV cache, among sequences.
 
     Args:
         pages: page allocator.
@@ -288,7 +288,7 @@ class Scheduler:
         return True
 
     def _give_pages(self, sequence: Sequence, end: int, parts: list[SequenceChunk]) -> bool:
-        """Allocate pages for a sequence up to token `end`; copy its last page if it is shared."""
+        """Allocate pages for a sequence up to token `end`; copy a shared last page."""
         number = sequence.stored // PAGE_TOKENS
         if number < len(sequence.pages) and self.pages.is_shared(sequence.pages[number]):
             page = self._take(sequence, parts)

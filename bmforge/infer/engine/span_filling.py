@@ -34,13 +34,13 @@ def fill_blanks(
     make_decoder: Callable[..., Seq2SeqDecoder] = Seq2SeqDecoder,
     **options: Any,
 ) -> list[str]:
-    """Return the generated text for every blank, in order.
+    """Return the generated text for every masked span (blank), in order.
 
     Args:
-        model: encoder-decoder with a sentinel for each blank (CPM-2, T5, EVA).
+        model: encoder-decoder with a sentinel token for each blank (CPM-2, T5, EVA).
         tokenizer: the model's tokenizer.
         text: text with 1 to 16 blanks.
-        blank: marker of a blank in the text.
+        blank: marker of a masked span in the text.
         make_decoder: function that creates the decoder; see `Seq2SeqDecoder`.
         options: fields of `GenerationConfig`; `max_new_tokens` is the limit per blank.
 
@@ -80,7 +80,7 @@ def fill_blanks(
 
 
 def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
-    """Return the sentinel id of blank `number`; None if the model has none."""
+    """Return the sentinel id of masked span `number`; None if the model has no such sentinel."""
     if model.traits.reads != "apart" or not model.traits.sentinel:
         return None
     id: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
@@ -88,7 +88,7 @@ def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
 
 
 def _read(model: Any, tokenizer: Any, pieces: list[str], marks: list[int]) -> Tensor:
-    """Return the encoder's input ids, (1, S), with the blanks replaced by sentinel tokens."""
+    """Return the encoder's input ids, (1, S), with the masked spans replaced by sentinel tokens."""
     ids = tokenizer.encode(pieces[0])
     for mark, piece in zip(marks, pieces[1:], strict=False):
         ids = [*ids, mark, *(tokenizer.encode(piece) if piece else ())]
@@ -105,7 +105,7 @@ def _write(
     marks: list[int],
     config: GenerationConfig,
 ) -> list[str]:
-    """Generate each blank from its sentinel up to another sentinel or the token limit."""
+    """Generate the text of each span, from its sentinel to the next sentinel or the token limit."""
     device = next(model.parameters()).device
     unfed, texts = [model.config.decoder_start_token_id], []
     for mark in marks:

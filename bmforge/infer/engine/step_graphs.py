@@ -37,15 +37,17 @@ class Recorded(Protocol):
 
 
 class StepGraphs:
-    """Runs decoding steps with one token per row, recorded by number of rows and table width.
+    """Runs decoding steps with one token per sequence, with a graph per batch size and width.
 
-    The number of rows is rounded up, to record few graphs. The first step of a size runs without a
-    graph, which compiles its kernels; the second one is recorded.
+    The width is that of the page table. The batch size is rounded up, to record few graphs. The
+    first step of a size runs without a graph, which compiles its kernels; the second one is
+    recorded.
 
     Args:
-        run: function from tables to logits of all rows, (T, V).
+        run: function from tables to the logits of all sequences, (T, V).
         device: device of the model and the cache.
-        record: records a function, with an earlier recording whose memory it may reuse.
+        record: function (function, earlier recording) -> recording; the new recording may reuse the
+            memory of the earlier one.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class StepGraphs:
         self._has_failed = False
 
     def run(self, rows: Sequence[StepRow], tokens: Sequence[Sequence[int]]) -> Tensor | None:
-        """Return the logits of rows with one token each; None if the caller must run the step.
+        """Return the logits of sequences with one token each; None if the caller must run the step.
 
         Shape:
             returns (rows, V)

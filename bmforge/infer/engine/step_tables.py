@@ -74,7 +74,7 @@ class StepTables:
 
     Args:
         rows: sequences and positions of the tokens.
-        tokens: token ids of each row; None if they are not needed.
+        tokens: token ids of each sequence; None if they are not needed.
         num_scored: number of trailing tokens of each row whose logits are needed.
     """
 

@@ -33,7 +33,8 @@ def read_weights_(
     """Load the weights of a meta model according to a plan.
 
     Returns:
-        streamers, and a function that ends streaming and leaves blocks on their present device
+        objects that load the streamed blocks or experts on demand, and a function that ends
+        streaming and leaves every block on its current device
 
     Raises:
         CheckpointError: the files do not fit the model.
@@ -71,8 +72,8 @@ def place_(
         directory: directory for the unnamed file; None means the system's temporary directory.
 
     Returns:
-        streamers, and a function that ends streaming, deletes the file and leaves blocks on their
-        present device
+        objects that load the streamed blocks on demand, and a function that ends streaming, deletes
+        the file and leaves every block on its current device
 
     Raises:
         ConfigError: the directory is not writable, or its disk is too small.

@@ -1,4 +1,4 @@
-"""Estimates a model's KV cache and largest step before memory is allocated.
+"""Estimates the memory of a model's KV cache and largest step before it is allocated.
 
 The model runs on the meta device, which computes nothing, while the lifetime of every storage is
 tracked. Attention is replaced by the fused kernel's allocations, without score matrices.
@@ -45,11 +45,11 @@ class Workspace:
 
 
 def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory, besides weights, that a model needs for the given rows and tokens.
+    """Return the memory, besides weights, that a model needs for a batch of the given size.
 
     Args:
         model: model on any device; a copy on the meta device is run.
-        rows: maximum number of rows at once.
+        rows: maximum batch size.
         tokens: maximum sequence length in tokens, including new tokens.
     """
     described = copy_to_meta(model)

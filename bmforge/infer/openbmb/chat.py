@@ -81,7 +81,7 @@ class ChatConfig:
 def join_history(
     utterances: Sequence[Sequence[int]], end: int, answer: int, window: int
 ) -> list[int]:
-    """Return the encoder's input: the last utterances that fit, then the blank for the answer.
+    """Return the encoder's input: the last utterances that fit, then the answer's sentinel.
 
     Args:
         utterances: token ids of each utterance, oldest first.
@@ -189,6 +189,6 @@ class _NoRepeatDecoder(Seq2SeqDecoder):
         return scores
 
     def reorder(self, rows: Tensor) -> None:
-        """Reorder the rows and their token histories."""
+        """Reorder the sequences of the batch and their token histories."""
         super().reorder(rows)
         self._written = [list(self._written[row]) for row in rows.tolist()]

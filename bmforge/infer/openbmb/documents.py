@@ -2,7 +2,7 @@
 
 The model writes one answer after the other, each in its own segment from ``<s>`` at position 0. The
 beam search or sampling of `generate` runs over all answers of a document together, as in the
-original: a row ends with the end of its last answer.
+original: a sequence ends with its last answer.
 
 Source: ``CPMBeeBeamSearch`` in ``cpm_live/generation/bee.py`` of OpenBMB/CPM-Bee. Differences: the
 limit on new tokens applies to each answer, so that no answer is omitted, and answers can be
@@ -212,7 +212,7 @@ def _fill(
 
 
 class _Row(NamedTuple):
-    """State of a row: its document, the index of its current answer, and that answer's tokens."""
+    """State of a sequence: document, index of the current answer, and tokens of this answer."""
 
     document: int
     slot: int
@@ -222,13 +222,13 @@ class _Row(NamedTuple):
 class _DocumentDecoder(Decoder):
     """Decoder of a batch of documents.
 
-    The model's logits are extended by additional outputs: one output that ends the row, and one for
-    each answer but the last, which ends that answer. Each of these outputs occurs at most once in a
-    row, so that repetition penalties cannot prevent an answer from ending.
+    The model's logits are extended by additional outputs: one output that ends the sequence, and
+    one for each answer but the last, which ends that answer. Each of these outputs occurs at most
+    once in a sequence, so that repetition penalties cannot prevent an answer from ending.
 
     Attributes:
-        finish: id of the output that ends a row.
-        max_new_tokens: number of outputs of the longest row.
+        finish: id of the output that ends a sequence.
+        max_new_tokens: number of outputs of the longest sequence.
     """
 
     model: CPMBee
@@ -293,7 +293,7 @@ class _DocumentDecoder(Decoder):
         return self._choose_among(out.logits[:, -1].float())
 
     def _advance(self, row: _Row, token: int) -> _Row:
-        """Return the state of a row after it chose `token`."""
+        """Return the state of a sequence after the output `token` was appended."""
         if token > self.finish:
             return _Row(row.document, row.slot + 1, ())
         if token in (self.finish, self._tokenizer.bos_id):
@@ -301,7 +301,7 @@ class _DocumentDecoder(Decoder):
         return row._replace(written=(*row.written, token))
 
     def _next_input(self, row: _Row) -> tuple[int, int, int, int, int]:
-        """Return a row's model input: (id, sub id, position, segment, number of segments)."""
+        """Return the next model input: (id, sub id, position, segment, number of segments)."""
         prompt = self._batch.prompts[row.document]
         place_ids = len(row.written), prompt.encoded.answers[row.slot].segment, prompt.num_segments
         if not row.written:
@@ -330,22 +330,22 @@ class _DocumentDecoder(Decoder):
         return scores
 
     def _allowed(self, row: _Row) -> set[int] | None:
-        """Return the token ids that may come next in a row's answer; None if all may."""
+        """Return the token ids that may come next in a sequence's answer; None if all may."""
         texts, done = self._batch.allowed[row.document][row.slot], len(row.written)
         if texts is None:
             return {self._tokenizer.eos_id} if done >= self._limit else None
         return {text[done] for text in texts if len(text) > done and text[:done] == row.written}
 
     def _end(self, row: _Row) -> int:
-        """Return the id of the output that ends a row's current answer.
+        """Return the id of the output that ends the current answer of a sequence.
 
-        For the row's last answer this is `finish`, which also ends the row.
+        For the last answer this is `finish`, which also ends the sequence.
         """
         last = len(self._batch.prompts[row.document].encoded.answers) - 1
         return self.finish if row.slot == last else self.finish + 1 + row.slot
 
     def reorder(self, rows: Tensor) -> None:
-        """Replace row i with a copy of the old row ``rows[i]``."""
+        """Replace sequence i of the batch with a copy of the old sequence ``rows[i]``."""
         self.cache.reorder(rows)
         self._seen = {name: seen.index_select(0, rows) for name, seen in self._seen.items()}
         relations = self._tables["segment_rel"].index_select(0, rows)
@@ -353,7 +353,7 @@ class _DocumentDecoder(Decoder):
         self._rows = [self._rows[number] for number in rows.tolist()]
 
     def split(self, outputs: list[int], document: int) -> list[list[int] | None]:
-        """Split the outputs of a finished row into answers; None for missing answers."""
+        """Split the outputs of a finished sequence into answers; None for missing answers."""
         answers: list[list[int] | None] = [[]]
         for output in outputs:
             if output == self.finish:

@@ -1,11 +1,11 @@
 """CPM-Ant's beam search, which reproduces every step of the original code.
 
 It differs from `beam_search` (transformers' algorithm): the end token does not count towards the
-length, any candidate may end a row, and the repetition penalty applies to logits (not
+length, any candidate may end a beam, and the repetition penalty applies to logits (not
 log-probabilities) and to generated tokens only.
 
 Source: ``CPMAntBeamSearch`` and ``BeamHypotheses`` in ``cpm_live/generation`` of OpenBMB/CPM-Live.
-Its `max_length` is one less than the allowed number of tokens of a row.
+Its `max_length` is one less than the allowed number of tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
 def _keep_best(
     ended: list[tuple[float, list[int]]], ended_row: tuple[float, list[int]], count: int
 ) -> None:
-    """Add an ended row to the list of the `count` best rows; drop the worst row of a full list."""
+    """Add a finished beam to the list of the `count` best; drop the worst beam of a full list."""
     if len(ended) == count:
         worst = min(ended, key=_score)
         if ended_row[0] <= worst[0]:

@@ -58,7 +58,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
-        prompt: text; special tokens of CPM-Bee in it are read as plain characters.
+        prompt: text; names of CPM-Bee's special tokens in the text are read as plain characters.
         options: fields of `GenerationConfig`; the defaults are those of the family's original
             code or, without one, of the model's generation_config.json.
 
@@ -142,9 +142,10 @@ class _RowTexts:
     """Incremental detokenizer of a batch of continuations.
 
     Args:
-        tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every row.
-        ends: end tokens; all later tokens of a row are padding.
-        on_text: function called with each piece of the first row's text.
+        tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every
+            continuation.
+        ends: end tokens; all later tokens of a continuation are padding.
+        on_text: function called with each piece of the first continuation's text.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class _RowTexts:
         self._ended: list[bool] = []
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Decode one step's tokens, (R,); return a mask of the rows that must stop, (R,)."""
+        """Decode one step's tokens, (R,); return a mask of continuations that must stop, (R,)."""
         while len(self._streams) < len(tokens):
             self._streams.append(self._make())
             self._ended.append(False)

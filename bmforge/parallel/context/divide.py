@@ -62,9 +62,9 @@ def apply_context_parallel_(
             if sequence parallelism shards the tokens further.
 
     Comm: per stack an all-gather of the hidden states forward and a reduce-scatter backward. Per
-        attention, "gather": the same for keys and values; "ring": keys and values are passed to
-        every process, in backward together with their gradients; "ulysses": an all-to-all before it
-        and one after it, forward and backward.
+        attention, "gather": an all-gather of keys and values forward, a reduce-scatter backward;
+        "ring": keys and values are passed to every process, in backward together with their
+        gradients; "ulysses": an all-to-all before it and one after it, forward and backward.
     """
     group = mesh.get_group()
     for stack in stacks:
@@ -226,7 +226,7 @@ def _mix_in_ring(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Compute ring attention; fall back to gathered keys and values for attention dropout."""
+    """Compute ring attention; use all-gathered keys and values with attention dropout."""
     if dropout or not isinstance(mask, MaskWithShare):
         return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None

@@ -1,7 +1,8 @@
 """Assignment of the tokens of a sequence to processes, and collectives that use it.
 
 If the length is not divisible by the number of processes, shares differ by one token. Blocks
-therefore never see padding; only the buffers of collectives are padded. `divide.py` uses this.
+therefore never see padding; only the buffers of collectives are padded. `divide.py` uses this
+module.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Creates a `TokenShare` for any sequence length; it has the same fields, without `length`."""
+    """Creates a `TokenShare` for any sequence length, from all fields except `length`."""
 
     group: dist.ProcessGroup
     zigzag: bool

@@ -85,7 +85,7 @@ class Link:
                 dist.recv(byte, group=self.group, group_src=low)
 
     def parts(self, spec: _Spec) -> int:
-        """Return the number of slices in which a tensor is sent; 1 if it is sent whole."""
+        """Return the number of slices in which a tensor is sent; 1 if it is sent as a whole."""
         if self.slice_group is None or not spec.dtype.is_floating_point:
             return 1
         size = dist.get_world_size(self.slice_group)

@@ -64,8 +64,8 @@ class PipelinedModel:
         schedule: name of the schedule and stages per rank.
         shared: parameters that exist on several stages, see `stages.drop_the_rest_`.
         slices: slice the messages between stages over the axis `tp`.
-        splits: allow splitting backward into input and weight halves; False if blocks are
-            sharded, compiled or recomputed.
+        splits: allow splitting backward into input gradients and weight gradients; False if blocks
+            are sharded, compiled or recomputed.
         frees: free the gathered parameters after every backward, not at the end of the step.
 
     Attributes:

@@ -37,8 +37,8 @@ class Replay:
         total: time from the first action to the end of the last.
         bubble_ratios: idle fraction of `total` per rank.
         peak_micro_batches: largest number of (stage, micro-batch) pairs with live activations per
-            rank: from the start of forward to the end of the backward, or of its weight half if
-            split.
+            rank: from the start of forward to the end of backward; if backward is split, to the end
+            of its weight-gradient part.
     """
 
     total: float
@@ -59,7 +59,7 @@ def replay(
         schedule: schedule to simulate.
         forward: time of one stage's forward of one micro-batch.
         backward: time of one stage's backward of one micro-batch.
-        backward_input: time of the input-gradient half; None means half of `backward`.
+        backward_input: time of the input-gradient part of backward; None means half of `backward`.
 
     Raises:
         ConfigError: the schedule deadlocks; the message names the action for which each rank waits.
@@ -89,12 +89,15 @@ def _peak(order: tuple[Action, ...]) -> int:
 
 
 def _input_half(action: Action) -> Action:
-    """Replace a whole backward with its input half, on which other actions depend."""
+    """Replace a full backward with its input-gradient part, on which other actions depend."""
     return action._replace(kind="backward_input") if action.kind == "backward" else action
 
 
 def _needs(action: Action, last_stage: int) -> list[Action]:
-    """Return the actions on which an action depends; whole backwards appear as their input half."""
+    """Return the actions on which an action depends.
+
+    A full backward is represented by its input-gradient part.
+    """
     kind, stage, micro_batch = action
     if kind == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
@@ -107,7 +110,7 @@ def _needs(action: Action, last_stage: int) -> list[Action]:
 def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[Action, float]:
     """Return the end time of every action, in a valid sequential order."""
     finished: dict[Action, float] = {}
-    ready: dict[Action, float] = {}  # the same, with whole backwards as their input half
+    ready: dict[Action, float] = {}  # a full backward appears as its input part
     clocks = [0.0] * schedule.num_ranks
     todo = [list(reversed(order)) for order in schedule.orders]
     while any(todo):

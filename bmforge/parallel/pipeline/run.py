@@ -1,10 +1,10 @@
 """Pipeline execution: runs the micro-batches of a step through this rank's stages.
 
 Start at `Pipeline`. The order comes from `schedules.py`, `messages.py` transfers the tensors, and
-`split_backward.py` splits backwards into halves. Stages on one rank exchange tensors without
-sending them. The inputs of a stage are leaves of a separate autograd graph. Only the gradient edges
-of its outputs are kept until backward, so an activation that backward does not need is freed after
-it is sent.
+`split_backward.py` splits a backward into input gradients and weight gradients. Stages on one rank
+exchange tensors without sending them. The inputs of a stage are leaves of a separate autograd
+graph. Only the gradient edges of its outputs are kept until backward, so an activation that
+backward does not need is freed after it is sent.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Pipeline:
         schedule: schedule built by `write_schedule`.
         stages: dict from stage index to `Stage`, for the stages on this rank.
         link: connection to the other ranks.
-        sync: function called as sync(stage, is_last) before each backward of a stage; `is_last`
-            is True once per step, before the backward that completes the stage's gradients. It
+        sync: function called as sync(stage, is_last) before each backward of a stage; `is_last` is
+            True once per step, before the backward that completes the stage's gradients. It
             configures modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
             set_reshard_after_backward, set_is_last_backward). If backward is split, the last
-            backward then runs whole, since such modules need one complete backward; that costs one
-            more input gradient per stage and step.
-        split: stages whose backward is split into halves if the schedule has halves; None for
-            all. The other stages run the whole backward at the input half. Exclude stages with
-            sharded or compiled blocks or an in-place backward (the loss); for recomputed blocks a
-            whole backward is cheaper.
+            backward then runs unsplit, since such modules need one complete backward; that costs
+            one more input gradient per stage and step.
+        split: stages whose backward is split into input and weight gradients if the schedule has
+            these actions; None for all. The other stages run the full backward at the
+            input-gradient action. Exclude stages with sharded or compiled blocks or an in-place
+            backward (the loss); for recomputed blocks a full backward is cheaper.
 
     Comm: per (micro-batch, edge, direction) one header and one message per tensor. `messages.py`
     explains why no order of sends and receives can hang.
@@ -226,7 +226,7 @@ class Pipeline:
             own_grads = tuple(None if t is None else t.grad for t in inputs)
             for tensor in inputs:
                 if tensor is not None:
-                    tensor.grad = None  # being sent; a later half must not add to it
+                    tensor.grad = None  # being sent; the later part must not add to it
             self._give(run, StageMessage("backward", stage, micro_batch), own_grads)
 
     def _gather(

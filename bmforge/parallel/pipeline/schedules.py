@@ -328,7 +328,7 @@ def write_schedule(
 
 
 def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule | None:
-    """Build the schedule with the smallest supported number of micro-batches, or return None.
+    """Build the schedule with the fewest micro-batches; return None if no number is supported.
 
     The result is used to look up the rank of each stage.
     """

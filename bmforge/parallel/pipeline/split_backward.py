@@ -1,13 +1,13 @@
-"""Backward split into two halves: the input gradient now, the weight gradients later.
+"""Backward split into two parts: the input gradient now, the weight gradients later.
 
 Zero-bubble schedules send a stage's input gradient as early as possible and fill idle time with
-weight gradients. The first half records the gradients at the joints, the graph nodes at which
-weights meet the path from the input to the outputs; the second half starts at the joints and
+weight gradients. The first part records the gradients at the joints, the graph nodes at which
+weights meet the path from the input to the outputs; the second part starts at the joints and
 computes only the weight gradients. Weights with several joints (tied weights, a bias shared by
-layers), and weights connected to an output outside this path, get their whole gradient, too.
+layers), and weights connected to an output outside this path, also get their full gradient.
 
-Memory: the graph of the stage lives until the second half. Compute: one autograd call per joint in
-the second half. With recomputed activations each call recomputes them, and a compiled block is a
+Memory: the graph of the stage lives until the second part. Compute: one autograd call per joint in
+the second part. With recomputed activations each call recomputes them, and a compiled block is a
 single node that would run twice; do not split the backward of such blocks (`Pipeline(split=())`).
 
 Source: the idea of stage_backward_input and stage_backward_weight in torch.distributed.pipelining,
@@ -44,14 +44,14 @@ class _Group:
 
 @dataclass
 class WeightBackward:
-    """Weight half of one split backward; call `run` once.
+    """Weight-gradient part of one split backward; call `run` once.
 
     Args:
         outputs: gradient edges at which the backward starts.
         grads: gradient of every output.
-        arrived: gradients of every joint from the first half.
-        groups: groups of weights to process; None if the first half was skipped, so that `run`
-            computes the complete backward.
+        arrived: gradients of every joint, from the input-gradient part.
+        groups: groups of weights to process; None if the input-gradient part was skipped, so that
+            `run` computes the complete backward.
     """
 
     outputs: Sequence[GradientEdge]
@@ -105,9 +105,11 @@ class WeightBackward:
 def backward_input(
     outputs: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> WeightBackward:
-    """Accumulate the gradients of the inputs into their `.grad`; return the weight half.
+    """Accumulate the gradients of the inputs into their `.grad`.
 
-    Without inputs the weight half computes the whole backward.
+    Returns the object that computes the weight gradients later.
+
+    Without inputs this object computes the full backward.
 
     Args:
         outputs: gradient edges of the outputs, see `torch.autograd.graph.get_gradient_edge`.

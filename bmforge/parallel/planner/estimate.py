@@ -48,9 +48,9 @@ class PlanRequest:
     """Model, machines and constraints of a plan.
 
     Args:
-        workload: model and rows of a batch.
+        workload: model and its batches.
         cluster: machines of the run.
-        batch: global batch size in rows.
+        batch: global batch size in sequences.
         precision: fp32, bf16 or fp16.
         offload: allow offloading optimizer states to the host.
         compiled: whether blocks are compiled.
@@ -77,7 +77,7 @@ class TrainingSetup:
 
     Args:
         layout: degrees of parallelism.
-        rows: rows of a micro-batch.
+        rows: number of sequences in a micro-batch.
         recompute: whether blocks are recomputed in backward.
         offloaded: fraction of the optimizer states that is offloaded to the host.
     """
@@ -341,7 +341,7 @@ class Estimator:
         return times, max(trained)
 
     def least_static(self, choice: TrainingSetup) -> float:
-        """Return the bytes of only the parameters and optimizer states, without tracing."""
+        """Return the bytes of the parameters and optimizer states alone, without tracing."""
         if self._counts is None:
             self._counts = _count(self.request.workload)
         layout = choice.layout

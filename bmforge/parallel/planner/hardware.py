@@ -129,7 +129,7 @@ def parse_interconnect(text: str) -> float:
         value = 0.0
     if value <= 0:
         raise ConfigError(
-            f"unknown interconnect: --interconnect {text!r} (a number of Gb/s per GPU, or one "
-            f"of {', '.join(INTERCONNECTS)})."
+            f"unknown interconnect: --interconnect {text!r} (expected: a number in Gb/s per "
+            f"GPU, or one of {', '.join(INTERCONNECTS)})."
         )
     return value

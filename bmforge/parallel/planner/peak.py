@@ -112,7 +112,7 @@ def _kinds(trace: StepTrace) -> list[StepTrace]:
 
 
 def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict[str, float]]]:
-    """Yield, for every kind, its trace and the number of blocks per stack that were not traced."""
+    """Yield, for every kind of block, its trace and the number of untraced blocks per stack."""
     for kind, each in enumerate(_kinds(trace)):
         traced = 0 if kind else BLOCKS
         yield each, {stack: counts[stack][kind] - traced for stack in trace.block_static}

@@ -5,7 +5,7 @@ Start at `plan`. For every sensible layout, with and without recompute and offlo
 (`step_time.py`) on the devices of `hardware.py`. Nothing is trained and no device is needed.
 
 Tracing takes most of the time, half a second per setting. So each layout is traced only near its
-expected optimum: with the number of rows that should fit according to earlier traces.
+expected optimum: with the micro-batch size that should fit according to earlier traces.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Plan:
         request: model, machines and constraints.
         rows: estimates.
         refused: impossible layouts and the reasons.
-        least: estimate of the best layout with one row per micro-batch and recompute, which needs
-            the least memory without offloading; None if no layout is possible.
+        least: estimate of the best layout with micro-batches of one sequence and recompute, which
+            needs the least memory without offloading; None if no layout is possible.
     """
 
     request: PlanRequest
@@ -65,7 +65,7 @@ class Plan:
 
         Raises:
             ConfigError: no configuration fits; the message names the memory that the closest
-                one lacks.
+                configuration lacks.
         """
         if not self.rows:
             raise ConfigError(explain_refusal(self.request, self.refused))
@@ -124,7 +124,7 @@ def plan(
 
 
 def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None:
-    """Estimate the best layout with one row per micro-batch and recompute."""
+    """Estimate the best layout with micro-batches of one sequence and recompute."""
     if not rows or not rows[0].traced:
         return None
     choice = TrainingSetup(rows[0].choice.layout, 1, recompute=True)
@@ -209,7 +209,7 @@ class _LayoutEstimator:
         return batch // replicas
 
     def _best(self, layout: Layout, recompute: bool, share: int) -> PlanRow:
-        """Return the fastest estimate that fits, or the estimate for one row if none fits.
+        """Return the fastest estimate that fits; if none fits, the one that lacks the least memory.
 
         The largest micro-batch that fits is searched twice: with the optimizer on the device, and
         with the optimizer offloaded.
@@ -234,7 +234,7 @@ class _LayoutEstimator:
         return min(tried.values(), key=_rank)
 
     def _expect(self, choice: TrainingSetup) -> int:
-        """Return the number of rows expected to fit, at most `choice.rows`; 1 if unknown."""
+        """Return the micro-batch size expected to fit, at most `choice.rows`; 1 if unknown."""
         room = self.request.cluster.device.memory_bytes
         bytes_per_row = self.per_row.get((choice.recompute, choice.layout.tp, choice.layout.cp))
         if bytes_per_row is None:

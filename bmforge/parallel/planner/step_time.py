@@ -68,8 +68,8 @@ class TrainingEngine:
         collectives: number of tensor-parallel gathers and scatters of hidden states per block
             in forward, backward and recomputation; an all-reduce counts as two.
         reduces_once: whether gradients are reduced only after the last micro-batch.
-        gathered_bytes: further bytes of a micro-batch that tensor parallelism gathers, such as
-            whole logits; 0 for bmforge, which keeps logits sharded.
+        gathered_bytes: additional bytes per micro-batch that tensor parallelism all-gathers, such
+            as the full logits; 0 for bmforge, which keeps logits sharded.
     """
 
     collectives: tuple[int, int, int] = (4, 4, 4)

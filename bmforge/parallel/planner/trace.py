@@ -57,7 +57,7 @@ class Setting:
     Args:
         layout: degrees of parallelism; `pp` does not cut the traced model, see `piped`.
         shards: number of ZeRO shards or replicas in the trace, including those of the axis `cp`.
-        rows: rows of a micro-batch.
+        rows: number of sequences in a micro-batch.
         precision: fp32, bf16 or fp16.
         recompute: whether blocks are recomputed in backward.
         prefetch: number of units whose parameters are gathered ahead.
@@ -145,7 +145,7 @@ def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None =
     """Trace one step of the short model on one process, with every kind of block.
 
     Args:
-        workload: model and its rows.
+        workload: model and its batches.
         setting: configuration of the process.
         outcomes: cached operator results of earlier traces.
 
@@ -260,7 +260,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return a dict from the `id` of each parameter outside the blocks to its model end."""
+    """Return a dict from the `id` of each parameter outside the blocks to its end of the model."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)
@@ -282,11 +282,11 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
 
 
 class _Marks:
-    """Block hooks that record the start of each forward and backward, and the active model end.
+    """Hooks that record the start of each block's forward and backward, and the active end.
 
     Args:
         model: parallelized model.
-        follower: memory tracker; its `end` is set to the end of the model that is running.
+        follower: memory tracker; its `end` is set while the modules before or after the blocks run.
     """
 
     def __init__(self, model: nn.Module, follower: Follower) -> None:

@@ -43,7 +43,7 @@ def default_directory() -> Path:
 
 
 class TraceStore:
-    """Directory of cached traces; it need not exist.
+    """Directory of cached traces; created by the first write if missing.
 
     Args:
         directory: directory that contains only traces.
@@ -53,7 +53,7 @@ class TraceStore:
         self.directory, self.is_writable = directory, True
 
     def read(self, workload: Workload, setting: Setting) -> StepTrace | None:
-        """Return a cached trace; None if there is none or it is invalid."""
+        """Return the cached trace of a setting; None if no valid trace is cached."""
         if not workload.key:
             return None
         key = _key(workload, setting)

@@ -144,9 +144,9 @@ def is_beside(module: Any) -> bool:
 
 
 def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return the cut of a module; an adapter has the cut of its base module.
+    """Return the `Cut` (sharding style) of a module; an adapter has that of its base module.
 
-    The parameters of a "whole" base module are replicated, as without a cut.
+    The parameters of a base module with the style "whole" are replicated, as without a `Cut`.
     """
     if not is_beside(module):
         return styles.get(name)
@@ -173,7 +173,7 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
 
 
 def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return a dict from module name to cut; of several matching cuts the last one applies."""
+    """Return a dict from module name to `Cut`; if several globs match, the last `Cut` applies."""
     names = [name for name, _ in model.named_modules()]
     return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
 
@@ -190,7 +190,7 @@ def apply_tensor_parallel_(
 
     Args:
         model: model with rules.
-        styles: dict from module name to cut; see `find_cuts`.
+        styles: dict from module name to `Cut`; see `find_cuts`.
         stacks: containers of blocks that run in sequence.
         mesh: one-dimensional mesh.
         sequence: shard the tokens between sublayers as well (sequence parallelism).
@@ -233,8 +233,8 @@ def apply_tensor_parallel_(
 def _view_parameters_of_children_(model: nn.Module) -> None:
     """Let modules of other libraries read a replicated parameter of a child as a plain tensor.
 
-    A Mamba mixer, for instance, reads the weight of its convolution without calling it. Blocks,
-    which are children of a list, are left out: ZeRO gathers their parameters only for their call.
+    A Mamba mixer, for instance, reads the weight of its convolution without calling it. Blocks (the
+    items of a ModuleList) are skipped, because ZeRO gathers their parameters only while they run.
     """
     for module in list(model.modules()):
         views = {
@@ -248,7 +248,7 @@ def _view_parameters_of_children_(model: nn.Module) -> None:
 
 
 def _near_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names of a module's children and grandchildren, and these, except list elements."""
+    """Yield the name and module of each child and grandchild, except the items of lists."""
     lists = (nn.ModuleList, nn.ModuleDict)
     if isinstance(module, lists):
         return
@@ -265,7 +265,7 @@ def _cut_parameters_(
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
-    """Turn a module's own parameters into DTensors; yield a view of each for computation."""
+    """Turn a module's own parameters into DTensors; yield each name and view for computation."""
     dims = _dims_of(module, cut)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])

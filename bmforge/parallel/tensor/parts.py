@@ -93,7 +93,7 @@ class TensorGroup:
         return sum_backward(view_here(parameter), self.group)
 
     def view_shared_head(self, heads: int, parameter: Tensor) -> Tensor:
-        """Return the rows of this rank's key-value head if there are fewer heads than processes."""
+        """Return the weight rows of this rank's KV head if there are fewer heads than processes."""
         rows = parameter.shape[0] // heads
         first = self.rank * heads // self.size * rows
         return self.view_of_heads(parameter)[first : first + rows]
@@ -190,7 +190,7 @@ def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> T
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
-    """Make an embedding look up its local rows; tokens of other ranks give zeros before the sum."""
+    """Make an embedding look up local tokens; tokens of other ranks give zeros before the sum."""
     width = -(-module.num_embeddings // tensor.size)
     first = tensor.rank * width
     padding = module.padding_idx

@@ -41,7 +41,7 @@ def describe_base(model: nn.Module, base: Base, peers: Peers) -> dict[str, Any]:
 
 
 def find_other_base(manifest: dict[str, Any], model: nn.Module, peers: Peers) -> str | None:
-    """Describe how the model's base weights differ from the checkpoint's, or return None.
+    """Describe how base weights of model and checkpoint differ; return None if they are equal.
 
     Collective.
     """

@@ -139,7 +139,7 @@ def write_frozen(
     """Write this process's frozen tensors into the temporary directory of a checkpoint.
 
     Returns:
-        name of the file, which is its hash, and its manifest entry
+        name of the file, which is the hash of its content, and the file's manifest entry
     """
     path = folder / f"frozen-{rank:05d}"
     record = write_shard(path, sources)

@@ -198,7 +198,7 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
     """Create a temporary directory; return None if `final` is already a valid checkpoint.
 
     Returns:
-        name of the directory, and the existing frozen tensors
+        name of the directory, and the manifest of the existing frozen tensors
     """
     if final.exists():
         try:

@@ -142,7 +142,7 @@ class _OffloadingOptimizer:
     waiting: dict[Tensor, dict[str, Any]]
 
     def send_away(self, parameters: Iterable[Away]) -> None:
-        """Register offloaded parameters, and move their checkpoint state to the offload storage."""
+        """Register offloaded parameters, and offload the states loaded from a checkpoint."""
         for offloaded in parameters:
             self.away[id(offloaded.parameter)] = offloaded
         self.is_waiting = False

@@ -293,7 +293,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 
 def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
-    """Return the streamers of a model's blocks, if its weights are streamed."""
+    """Return the objects that stream a model's blocks; () if its weights are not streamed."""
     record = laid_out(model)
     return () if record is None else record.streamers
 

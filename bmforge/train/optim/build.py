@@ -155,7 +155,7 @@ def build_optimizers(
 
     Each parameter group has its peak learning rate in ``base_lr`` and its parameter names in
     ``param_names``. In a pipeline a process has optimizers for its own stages only, possibly fewer
-    than other processes, or none if nothing there is trained.
+    than other processes, or none if its stages have no trained parameters.
 
     Args:
         model: parallelized model.

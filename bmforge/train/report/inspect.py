@@ -2,7 +2,7 @@
 
 Every process measures its shards in float64, five numbers per tensor. Two all-reduces combine them:
 the first for the extremes, the second for sums relative to the extremes' midpoint, so that a large
-mean does not reduce the accuracy of a small deviation. `format_table` prints the rows.
+mean does not reduce the accuracy of a small deviation. `format_table` formats the rows as text.
 
 Source: BMTrain's `inspect`, which gathers whole tensors; in this module a process reads only its
 shards.
