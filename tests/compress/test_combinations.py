@@ -91,7 +91,7 @@ GATES = StructureConfig(intermediate_size=64, gates=("features",), gate_steps=2,
 @pytest.mark.parametrize(
     ("beside", "said"),
     [
-        ({"moefy": WAYS["moefy"]}, "experts"),
+        ({"moefy": WAYS["moefy"]}, "moefy"),
         ({"prune": WAYS["prune"]}, "pattern='2:4'"),
         ({"quantize": WAYS["quantize"]}, "training='fake'"),
     ],

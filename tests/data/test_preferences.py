@@ -286,7 +286,7 @@ READS_FIELD = CHATML.replace("{{ m['content']", "{{ m.thinking if m.tools }}{{ m
     ("source", "answer", "problem", "advice"),
     [
         (END_OF_LAST, [says("yes"), OTHER, says("no")], "changes message 2", "into 'prompt'"),
-        (CHATML, [says("yes") | {"weight": 0}], "weight 0", "Remove the weights"),
+        (CHATML, [says("yes") | {"weight": 0}], "weight 0", "Remove the weight"),
         (CHATML, [says("yes") | {"thinking": "hm"}], "thoughts of message 2", "at the beginning"),
         (READS_FIELD, [says("yes") | {"reasoning": "hm"}], "thoughts of", "the field 'thinking'"),
     ],

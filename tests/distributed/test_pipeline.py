@@ -408,7 +408,7 @@ def fail(kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("wrong stages", [ConfigError, "stages [5]", "needs [1] there"]),
+        ("wrong stages", [ConfigError, "stages [5]", "assigns [1] to this rank"]),
         ("too few", [ConfigError, "the batch has 1 micro-batches"]),
         (
             "silent",
