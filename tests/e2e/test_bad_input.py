@@ -47,7 +47,7 @@ BAD_FILES = {
     "missing.txt": (None, ["missing.txt", "does not exist"]),
     "empty.txt": (b"", ["empty.txt", "empty"]),
     "binary.txt": (b"abc\x00\x01\x02" * 50, ["binary.txt", "binary"]),
-    "latin.txt": ("caf\u00e9 au lait".encode("latin-1"), ["latin.txt", "UTF-8"]),
+    "undecodable.txt": (b"caf\x81\x8d\x8f au lait", ["undecodable.txt", "UTF-8"]),
     "broken.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": \n', ["broken.jsonl", "3"]),
     "field.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', ["field.jsonl", "2", "text"]),
     "notes.png": (b"\x89PNG", ["notes.png", "suffix", ".jsonl"]),

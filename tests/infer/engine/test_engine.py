@@ -248,7 +248,7 @@ def test_a_tokenizer_of_another_model(llama: tuple[Any, Path]) -> None:
         engine.generate("1 2")
     with (
         Engine(make("llama"), config=SMALL) as engine,
-        pytest.raises(ConfigError, match="need a tokenizer"),
+        pytest.raises(ConfigError, match="needs a tokenizer"),
     ):
         engine.generate("1 2")
 
