@@ -349,7 +349,7 @@ def test_other_models_shards(tmp_path: Path) -> None:
     """Shards of two models, of experts, of unknown models, or without weights."""
     one, other = make_shards("cpm2", build("cpm2"), 2), make_shards("eva", build("eva"), 2)
     write(tmp_path / "mixed", [one[0], other[1]])
-    with pytest.raises(CheckpointError, match=r"role_embeds.*differ"):
+    with pytest.raises(CheckpointError, match=r"differ.*role_embeds"):
         load_megatron(tmp_path / "mixed")
     (tmp_path / "moe").mkdir()
     torch.save({"model": one[0]}, tmp_path / "moe" / "mp_rank_00_00_model_states.pt")

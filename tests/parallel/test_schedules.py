@@ -137,18 +137,18 @@ def test_a_deadlock_is_found_and_named():
     schedule = write_schedule("1f1b", 2, 2)
     first, second = schedule.orders
     wrong = replace(schedule, orders=(first, second[::-1]))
-    with pytest.raises(ConfigError, match=r"deadlocks: rank 0 at .*; rank 1 at .*backward"):
+    with pytest.raises(ConfigError, match=r"deadlocks: rank 0 waits at .*; rank 1 waits at .*backward"):
         replay(wrong)
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("1f1bb", 2, 4), ["'1f1bb'", "Did you mean '1f1b'?"]),
+        (("1f1bb", 2, 4), ["'1f1bb'", "did you mean '1f1b'?"]),
         (("gpipe", 0, 0), ["num_ranks=0", "num_micro_batches=0"]),
         (("1f1b", 2, 4, 2), ["stages_per_rank=2", "exactly 1"]),
         (("interleaved-1f1b", 2, 4, 1), ["stages_per_rank=1", "at least 2"]),
-        (("interleaved-1f1b", 4, 9), ["num_micro_batches=9", "12 does"]),
+        (("interleaved-1f1b", 4, 9), ["num_micro_batches=9", "use 12 micro-batches"]),
         (("interleaved-zero-bubble", 4, 13), ["num_micro_batches=13", "3 equal rounds"]),
         (("zbv", 4, 8, 3), ["stages_per_rank=3", "exactly 2"]),
         (("dualpipev", 4, 7), ["num_micro_batches=7", "at least 8"]),
