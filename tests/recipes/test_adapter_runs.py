@@ -272,7 +272,7 @@ def test_soft_prompts_train_as_in_peft(
     common = ["train", "preferences", "--model", str(base), "--data", "none.jsonl"]
     common += ["--run-dir", str(tmp_path / "refused"), "--adapter", "soft-prompt", "--steps", "1"]
     for more, text in (
-        (["--data.prefix-sharing"], "prepended to rows and not to answers"),
+        (["--data.prefix-sharing"], "prepended to prompts, not to answers"),
         (
             ["--seq-len", "200"],
             "data.seq_len=200 + adapter.length=100 is more than model.max_seq_len=256",
