@@ -102,7 +102,7 @@ def test_what_goes_where() -> None:
     second: Any = model[2]
     assert first.given[0] is second.given[0]
     assert first.given[1] is second.given[1] is not first.given[0]
-    with pytest.raises(ConfigError, match="place='device'"):
+    with pytest.raises(ConfigError, match="order_key='device'"):
         spread_blocks_(model, devices, FIRST)
 
 
