@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DistributedError
 from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
@@ -220,7 +220,10 @@ def _stop(*_: Any) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    text = str(error)
+    if isinstance(error, DistributedError):  # the last line of a worker's traceback
+        text = text.strip().splitlines()[-1]
+    return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
 
 
 def measure(file: Path, kinds: list[str]) -> None:

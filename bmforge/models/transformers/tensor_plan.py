@@ -61,6 +61,8 @@ def _find_stated_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     stated = getattr(config, "base_model_tp_plan", None) or {}
     if not stated or not model.structure.stacks:
         return (), "transformers has no tensor-parallel plan for it"
+    if not _has_equal_heads(config):
+        return (), "its layers have different numbers of heads"
     stack = model.structure.stacks[0]
     owner = stack.rpartition(".")[0]
     plan = {(f"{owner}.{glob}" if owner else glob): style for glob, style in stated.items()}
@@ -70,6 +72,16 @@ def _find_stated_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     if problem or not cuts:
         return (), problem or "its tensor-parallel plan contains no linear layer of the blocks"
     return cuts, _find_uncovered(model, modules, styles)
+
+
+def _has_equal_heads(config: Any) -> bool:
+    """Return True if one number of heads, and of key-value heads, applies to all layers."""
+    try:
+        getattr(config, "num_attention_heads", None)
+        getattr(config, "num_key_value_heads", None)
+    except RuntimeError:  # transformers refuses to read a value that differs between layers
+        return False
+    return True
 
 
 def _gather_each_layer(model: Any) -> tuple[TensorCut, ...]:
