@@ -216,7 +216,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the loss requires."""
+        """Return the tensors ``old``, ``reference`` and ``values``, (B, T), as the loss needs."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the loss requires."""
+        """Return the tensors ``old``, ``reference`` and ``values``, (B, T), as the loss needs."""
 
 
 class RolloutLoader:
