@@ -177,7 +177,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the ids of all sequences after every step, as views of one tensor, until all ended."""
+    """Yield the ids of all sequences after every step (views of one tensor), until all end."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)

@@ -30,10 +30,10 @@ class Changes:
 
     Args:
         model: model to watch.
-        is_shared: whether the caller has a reference to the model and may change any element,
-            so that checksums cover all elements. Otherwise frozen tensors are sampled, at a
-            thousandth of the cost, since only this package can change weights that it loaded
-            itself.
+        is_shared: whether the caller has a reference to the model and may change any element, so
+            that checksums cover all elements. Otherwise only samples of frozen tensors are
+            compared, at a thousandth of the cost, since only this package can change weights that
+            it loaded itself.
     """
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:
