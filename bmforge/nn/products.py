@@ -201,7 +201,9 @@ def _multiply_on_device(
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` for a plain CPU weight; None if torch should compute it.
+    """Return ``x @ weight.T + bias`` for an unpacked weight on the CPU.
+
+    None if torch should compute it.
 
     Small batches are computed by a kernel; a token's result is then bit-identical for every batch
     size. Torch reads 16-bit weights at little more than half the memory bandwidth, and for 2 to 16
