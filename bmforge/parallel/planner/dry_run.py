@@ -25,7 +25,7 @@ __all__ = ["DryRun", "RankMemory", "dry_run", "join_fakes"]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Blocks and parameters of one process.
+    """Numbers of blocks and parameters of one process.
 
     Args:
         rank: global rank.
@@ -47,7 +47,7 @@ class DryRun:
     """Result of a dry run.
 
     Args:
-        axes: length of every mesh axis, slowest first.
+        axes: length of every mesh axis, outermost first.
         parameters: number of parameters of the whole model; tied parameters count once.
         holders: number of processes over which one copy of the parameters is sharded.
         shares: memory of the first process of every pipeline rank; that of the rank's other

@@ -124,7 +124,7 @@ def plan(
 
 
 def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None:
-    """Estimate the best layout with micro-batches of one sequence and recompute."""
+    """Estimate the best layout for micro-batches of one sequence with recompute."""
     if not rows or not rows[0].traced:
         return None
     choice = TrainingSetup(rows[0].choice.layout, 1, recompute=True)
