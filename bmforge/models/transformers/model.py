@@ -210,17 +210,17 @@ class TransformersModel(Model):
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)
-        joints = self.behavior.joints
-        first, last = stage_ends(self.structure, joints.after)
+        split_points = self.behavior.split_points
+        first, last = stage_ends(self.structure, split_points.after)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
             tensor_parallel=() if refusal else cuts,
             tensor_refusal=refusal,
-            stacks=() if joints.refusal else self.structure.stacks[:1],
+            stacks=() if split_points.refusal else self.structure.stacks[:1],
             pipeline_first=first,
             pipeline_last=last,
-            pipeline_refusal=joints.refusal,
+            pipeline_refusal=split_points.refusal,
             quantize_targets=tuple(self.called_linear()),
         )
 
@@ -305,7 +305,7 @@ class TransformersModel(Model):
             self.foreign,
             self.whole(),
             self.structure,
-            self.behavior.joints,
+            self.behavior.split_points,
             self.get_submodule(self.structure.stacks[0]).span,  # type: ignore[arg-type]
             self.arrived,
         )
