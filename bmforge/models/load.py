@@ -1,4 +1,4 @@
-"""Loads published weights into a model on any layout; each rank reads only its shards.
+"""Loads checkpoints into a model on any layout; each rank reads only its shards.
 
 Tensors are read directly into the parameter if dtype and layout match, otherwise through a small
 buffer (see `formats.safe_file`).

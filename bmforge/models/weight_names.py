@@ -1,4 +1,4 @@
-"""Mixin with the published names of a model's tensors, as `WeightRule`s."""
+"""Mixin with the names of a model's tensors in checkpoints, as `WeightRule`s."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["WeightNames"]
 
 
 class WeightNames:
-    """Mixin of `Model` for its `WeightRule`s, which map parameters to published tensors."""
+    """Mixin of `Model` for its `WeightRule`s, which map parameters to checkpoint tensors."""
 
     config: Any
     hf_prefix: ClassVar[str]

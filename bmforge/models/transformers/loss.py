@@ -149,7 +149,7 @@ class LanguageLoss:
 
 
 def _local(parameter: Any) -> Any:
-    """Return a parameter that tensor parallelism replicates as a plain tensor."""
+    """Return the local tensor of a replicated DTensor; return other parameters unchanged."""
     placements = getattr(parameter, "placements", None)
     is_replicated = placements is not None and all(p.is_replicate() for p in placements)
     return parameter.to_local() if is_replicated else parameter

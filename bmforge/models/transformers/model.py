@@ -54,8 +54,8 @@ class TransformersModel(Model):
     """Model that transformers implements.
 
     Module and parameter names are those of transformers. This module and the transformers model
-    share their dictionaries of children, parameters and buffers, so that replacing a layer in one
-    replaces it in both.
+    share their dictionaries of children, parameters and buffers, so a layer that is replaced in one
+    of them is also replaced in the other.
 
     Args:
         config: `TransformersConfig` that was read from a directory.

@@ -150,7 +150,7 @@ class StoredNames:
 
         Args:
             names: names of the model's tensors.
-            changed: names of tensors without an equivalent in published checkpoints.
+            changed: names of tensors that the original checkpoint does not contain.
 
         Raises:
             ConfigError: a tensor is stored in a form that bmforge cannot slice.

@@ -57,8 +57,9 @@ class Behavior:
         read: general names of the linear layers whose weight other modules read, or whose forward
             is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
-        split_points: whether and how the blocks can be split into pipeline stages.
-        reason: error because of which no twin was tested; "" if it was tested.
+        split_points: result of `find_split_points`: how the blocks can be split into pipeline
+            stages.
+        reason: error that prevented the test of the twin; "" if it was tested.
     """
 
     head: str = "whole"

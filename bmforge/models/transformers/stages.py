@@ -44,7 +44,7 @@ class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
 
 @dataclass(frozen=True)
 class SplitPoints:
-    """Result of `find_split_points`: whether and how a model can be split between its blocks.
+    """How a model can be split between its blocks into pipeline stages, if at all.
 
     Args:
         refusal: reason why the model cannot be split between its blocks; "" if it can.
@@ -126,7 +126,7 @@ def stage_modules(
         structure: names of the main modules.
         split_points: result of `find_split_points`.
         span: range of this stage's blocks.
-        arrived: activations of the previous stage; empty on the first stage.
+        arrived: activations received from the previous stage; empty on the first stage.
     """
     name = structure.stacks[0]
     stack, blocks = foreign.get_submodule(name), dict(whole.get_submodule(name).named_children())
@@ -164,7 +164,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> SplitPoints:
-    """Run the model once with hooks to find its `SplitPoints`, without testing stages."""
+    """Run the model once with hooks, and return its `SplitPoints`; stages are not tested."""
     if not structure.stacks or not structure.embed:
         return SplitPoints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
