@@ -1,8 +1,8 @@
 """Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
-The result is a model of the same family. Its config stores the new sizes in published fields if
-they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`). The
-model can therefore be saved, loaded, parallelized, streamed and served like any other model.
+The result is a model of the same family. Its config stores the new sizes in the family's own fields
+if they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`).
+The model can therefore be saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
 or MLP, layers); BMCook wrote pruned weights to a file that no model class could load.

@@ -1,4 +1,4 @@
-"""Builds a pruned model's config: published fields if they suffice, else "resize" changes."""
+"""Builds a pruned model's config: the family's fields if they suffice, else "resize" changes."""
 
 from __future__ import annotations
 
