@@ -74,7 +74,7 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder, which computes soft-token embeddings from trained inputs.
+    """P-tuning encoder, which computes the embeddings of soft tokens from trained inputs.
 
     Args:
         length: number of soft tokens, P.
