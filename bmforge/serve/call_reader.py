@@ -160,7 +160,7 @@ class CallReader:
         self._json = JsonCallReader(self._schemas) if self._form.is_json else None
 
     def _find_close(self) -> bool:
-        """Move text up to the closing mark to the tool call; return True if the mark was found."""
+        """Move text up to the closing delimiter to the tool call; return True if it was found."""
         close = self._form.close
         if not close:
             self._last, self._pending = self._pending, ""
