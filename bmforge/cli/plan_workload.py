@@ -115,7 +115,8 @@ def workload_of(
     Args:
         name: name of the model, for display.
         config: config of the model, including its changes (`models.changes`).
-        row_tokens: sequence length in tokens; for pairs of answers, that of an answer.
+        row_tokens: sequence length in tokens; for pairs of answers, length of one prompt with its
+            answer.
         trained: names of the modules to train, in addition to those that changes add; None for all
             modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
