@@ -192,5 +192,5 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a mark."""
+    """Return the number of trailing characters of a text that may begin a delimiter (`mark`)."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
