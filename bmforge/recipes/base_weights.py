@@ -126,7 +126,7 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
 
 
 def quantize_base_(model: Any, scheme: str) -> None:
-    """Quantize a model on meta like `open_packed`, for the layout planner."""
+    """Quantize a model on the meta device as `open_packed` does, for the layout planner."""
     spec, names = find_base_layers(model, scheme)
     quantize_(model, spec, where=names)
 

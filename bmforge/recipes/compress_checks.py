@@ -52,7 +52,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def describe_stored(directory: Path) -> Any:
-    """Return a directory's model on the meta device, in the dtype of its weights."""
+    """Build a directory's stored model on the meta device, with the dtype of the stored weights."""
     return AutoModel.describe_pretrained(directory, dtype=stored_dtype(directory))[0]
 
 

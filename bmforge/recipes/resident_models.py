@@ -68,7 +68,7 @@ def value_model(model: nn.Module) -> Resident:
 
 
 def rollout_copy(model: nn.Module, precision: str) -> Resident:
-    """Return the memory of the plain model copy that generates rollouts, in the compute dtype."""
+    """Return the memory of the unsharded model copy for rollouts, in the compute dtype."""
     width = parse_dtype(precision).itemsize
     size = sum(
         tensor.numel() * (width if tensor.dtype == torch.float32 else tensor.element_size())

@@ -153,7 +153,10 @@ def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _label(ids: list[int], prompt: int) -> EncodedRow:
-    """Return a sequence with labels on the tokens after the prompt, except on the first token."""
+    """Return a sequence whose labels are the tokens after the prompt.
+
+    The first token of a sequence never has a label, because nothing predicts it.
+    """
     prompt = max(prompt, 1)
     return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
 
