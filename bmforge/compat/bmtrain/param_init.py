@@ -36,7 +36,7 @@ def init_parameters(model: nn.Module) -> None:
 
 
 def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of plain parameters over the processes, so that the replicas stay equal."""
+    """Sum the gradients of undistributed parameters over the processes: all replicas stay equal."""
     if config["world_size"] == 1:
         return
     for param in model.parameters():

@@ -92,7 +92,7 @@ class _IsDistributed(type):
 
 
 class DistributedParameter(metaclass=_IsDistributed):
-    """Parameter that is sharded over the processes; on one process, a plain parameter.
+    """Parameter that is sharded over the processes; on one process, an ordinary parameter.
 
     Args:
         data: full values, the same on every process; with `tp_mode` this process's part.

@@ -86,5 +86,5 @@ class InputFeatures(dict[str, Any]):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the batch as a plain dict."""
+        """Return the batch as a dict."""
         return dict(self)
