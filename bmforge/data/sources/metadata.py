@@ -85,7 +85,10 @@ def _read_date(value: float | date) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the nonempty strings of a value, a list of values, or an object's usual keys."""
+    """Yield the nonempty strings of a value or list.
+
+    An object yields its `name` or a similar key.
+    """
     if isinstance(value, str):
         if value and _is_unicode(value):
             yield value
