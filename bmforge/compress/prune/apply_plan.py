@@ -111,7 +111,7 @@ def check_plan(
     reason = "; ".join(own_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
-            "uniform=True is not possible, because the published config has no fields for "
+            "uniform=True is not possible, because transformers' config has no fields for "
             f"{reason}. Use the same sizes for all layers, or leave uniform out."
         )
     return plan, settled, reason

@@ -214,7 +214,7 @@ class TokenCut:
         if self.unit > 1 and length % self.unit and torch.is_grad_enabled():
             raise ShapeError(
                 f"sequence_parallel=True needs a number of tokens divisible by tp={self.unit}, "
-                f"but a batch has {length}. Pad the rows, or leave sequence_parallel out."
+                f"but a batch has {length}. Pad the sequences, or leave sequence_parallel out."
             )
         if length < self.group.size() * self.unit:
             return None

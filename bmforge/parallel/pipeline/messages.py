@@ -122,7 +122,7 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
 def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise ShapeError(
-            f"{what} is a {type(tensor).__name__} (pipeline stages send only plain tensors and "
+            f"{what} is a {type(tensor).__name__} (pipeline stages send only ordinary tensors and "
             "None)."
         )
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:

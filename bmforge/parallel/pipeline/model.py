@@ -189,7 +189,7 @@ class PipelinedModel:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a pipelined model cannot compute gradients in a plain forward call. Use the "
+                "a pipelined model cannot compute gradients in a direct forward call. Use the "
                 "Trainer or run_step to train, or torch.no_grad for a call without gradients."
             )
         if kwargs.get("output_hidden_states"):

@@ -239,8 +239,8 @@ class Estimator:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
-                f"a batch of {batch} rows does not divide into {replicas} data-parallel processes "
-                f"with micro-batches of {choice.rows} rows."
+                f"a batch of {batch} sequences does not divide into {replicas} data-parallel "
+                f"processes with micro-batches of {choice.rows} sequences."
             )
         return batch // (replicas * choice.rows)
 
