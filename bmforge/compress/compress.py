@@ -119,7 +119,10 @@ class Compression:
         self._is_finished = False
 
     def init_(self, seed: int = 0) -> None:
-        """Initialize the parameters that only distillation uses; for models built on meta."""
+        """Initialize the parameters that only distillation uses.
+
+        This is needed for models that are built on the meta device.
+        """
         if self.distiller is not None:
             self.distiller.init_(seed)
 

@@ -41,7 +41,7 @@ def staging_bytes(size_bytes: int, device: torch.device) -> int:
 class CopyEvent:
     """A recorded event of a task.
 
-    `kind` is "asked" (submitted), "begun", "done", "awaited" or a caller's.
+    `kind` is "asked" (submitted), "begun", "done", "awaited", or an event that a caller records.
     """
 
     kind: str

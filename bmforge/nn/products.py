@@ -132,7 +132,7 @@ def pack_groups(
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Return True if the kernels support all these tensors: plain, contiguous, on the CPU."""
+    """Return True if the kernels support all these tensors: ordinary, contiguous, on the CPU."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())

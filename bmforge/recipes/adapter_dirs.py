@@ -61,8 +61,8 @@ def find_source(name: str | Path) -> ModelSource:
     """Find the model, and the adapter if any, that a command's argument names.
 
     Args:
-        name: directory or hub id of a model, a run's directory (its export is used), or an
-            adapter directory, whose config names the base model.
+        name: directory or hub id of a model, a run directory (its export is used), or an adapter
+            directory, whose config names the base model.
 
     Raises:
         ConfigError: the model is not found, or an adapter has no usable base model.

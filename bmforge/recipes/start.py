@@ -1,4 +1,4 @@
-"""Resolves a run's model: a preset to initialize randomly, or an initial model to load.
+"""Resolves the model of a run: a preset to initialize randomly, or an initial model to load.
 
 The sizes of an initial model apply, except for fields that are set in `model`.
 """

@@ -114,8 +114,8 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Render a conversation up to the assistant's answer; return the text and its token ids.
 
-        Unless `parse_special` is set, names of special tokens inside messages are encoded as plain
-        text, so that a message cannot forge an end-of-turn token.
+        Unless `parse_special` is set, names of special tokens inside messages are encoded as text,
+        so that a message cannot forge an end-of-turn token.
 
         Args:
             messages, tools, variables: as in `render`.

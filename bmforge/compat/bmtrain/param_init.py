@@ -20,7 +20,7 @@ def init_parameters(model: nn.Module) -> None:
     """Run every parameter's `init_method` on the full parameter, in module order.
 
     Random numbers come from torch's global generator, so the weights are bit-identical to those of
-    plain torch, with any number of processes.
+    torch, with any number of processes.
 
     Memory: one full parameter at a time.
     """

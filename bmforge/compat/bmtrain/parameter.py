@@ -164,7 +164,7 @@ def all_rows(param: Tensor) -> Tensor:
 
 
 def has_values_(tensor: Any) -> None:
-    """Mark a parameter or buffer that was created on meta as initialized."""
+    """Mark a parameter or buffer that was created on the meta device as initialized."""
     if isinstance(origin := origin_of(tensor), Origin) and origin.is_empty:
         tensor.origin = replace(origin, is_empty=False)
     elif getattr(tensor, "is_empty", False):

@@ -30,7 +30,8 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     transformers' models do.
 
     Raises:
-        ConfigError: neither a checkpoint nor the model provides the values of a buffer on meta.
+        ConfigError: neither a checkpoint nor the model provides the values of a buffer on the meta
+            device.
 
     Memory: one shard of a model on the meta device.
     """

@@ -1,4 +1,4 @@
-"""OpenPrompt's examples and batches, as plain objects with its field names."""
+"""OpenPrompt's examples and batches, as Python objects with its field names."""
 
 from __future__ import annotations
 

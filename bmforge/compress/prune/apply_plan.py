@@ -92,7 +92,9 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Validate a pruning plan; return the final plan, the smaller model on meta, and a reason.
+    """Validate a pruning plan.
+
+    Return the final plan, the smaller model on the meta device, and a reason.
 
     The reason states why only bmforge can load the result; it is "" if other libraries can.
 
@@ -267,8 +269,8 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     """Return a dict from tensor name to the dims that depend on the hidden size.
 
-    The dims are found by comparing the shapes with those of a copy on meta that has another hidden
-    size.
+    The dims are found by comparing the shapes with those of a copy on the meta device that has
+    another hidden size.
 
     Args:
         model: bmforge model of any family.

@@ -27,7 +27,7 @@ class Settled:
 
     Args:
         config: config of the smaller model, including changes.
-        model: smaller model, on meta.
+        model: smaller model, on the meta device.
         sources: dict from the new name of a block to its original name.
     """
 

@@ -38,7 +38,7 @@ _UNREADABLE = (
 def load_plain(content: bytes) -> Any:
     """Load a pickle that contains plain data: None, numbers, strings, bytes, lists, dicts, sets.
 
-    Numpy arrays and scalars of plain numbers are also supported.
+    Numpy arrays and scalars of numbers are also supported.
 
     Raises:
         DataError: the pickle references other classes or functions, or is damaged.

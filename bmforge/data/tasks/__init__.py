@@ -1,4 +1,4 @@
-"""Reads published evaluation tasks as plain examples with labels.
+"""Reads published evaluation tasks as examples with labels.
 
 Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
 `reading_comprehension`, `sentences`, `pairs`, `cloze` (entities, facts, triples). `user_tasks.py`

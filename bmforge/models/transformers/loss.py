@@ -85,7 +85,7 @@ class LanguageLoss:
         """Return the scores of a `Measure` for every token, without a load-balancing loss.
 
         Raises:
-            ConfigError: the head is not a plain linear layer.
+            ConfigError: the head is not an unmodified linear layer.
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(

@@ -122,7 +122,8 @@ def stage_modules(
 
     Args:
         foreign: transformers model, which may lack the modules of other stages.
-        whole: model with all modules, possibly on meta; stand-ins get their attributes from it.
+        whole: model with all modules, possibly on the meta device; stand-ins get their attributes
+            from it.
         structure: names of the main modules.
         split_points: result of `find_split_points`.
         span: range of this stage's blocks.

@@ -66,7 +66,8 @@ def dry_run(
     """Build a layout for `world_size` processes in a single process, without allocating weights.
 
     Args:
-        build_model: function that builds the model on meta; called once per pipeline rank.
+        build_model: function that builds the model on the meta device; called once per pipeline
+            rank.
         layout: degrees of parallelism.
         world_size: number of processes.
         options: further arguments of `parallelize`.

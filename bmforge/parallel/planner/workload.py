@@ -46,12 +46,13 @@ class Workload:
         build: function (blocks per stack) -> model on the meta device, with equal blocks.
         make_batch: function (number of sequences) -> one micro-batch.
         run: function (model, micro-batch) -> loss.
-        materialize: function that allocates a model on meta, in place.
+        materialize: function that allocates a model on the meta device, in place.
         depth: blocks per stack of the whole model.
         row_tokens: tokens per sequence.
         hidden_size: width of the hidden states between blocks.
         flops_per_token: FLOPs of forward and backward of the whole model, without recomputation.
-        whole: function that builds the whole model on meta; used for the pipeline partition.
+        whole: function that builds the whole model on the meta device; used for the pipeline
+            partition.
         kinds: pair for every further kind of block: function that builds the model with such
             blocks, and the number of these blocks in every stack.
         around: function (memory tracker) -> context manager that is active during tracing, for

@@ -141,7 +141,7 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_start(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has one."""
+    """Encode the beginning of a text, preceded by one BOS token if the tokenizer has one."""
     ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
@@ -162,7 +162,7 @@ def _label(ids: list[int], prompt: int) -> EncodedRow:
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a plain prompt with its answer; the prompt has the same ids as in generation."""
+    """Encode a text prompt with its answer; the prompt has the same ids as in generation."""
     before, joined = encode_start(prompt, tokenizer), encode_start(prompt + answer, tokenizer)
     fits = joined[: len(before)] == before
     after = joined[len(before) :] if fits else tokenizer.encode(answer)
