@@ -150,7 +150,10 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Create a directory's model on the meta device; return it and a function that loads it."""
+        """Build the model of a directory on the meta device.
+
+        Return it and a function that loads it.
+        """
         self._directory = source = find_model(name)
         if quantize is not None:
             folder = self.config.spill_directory

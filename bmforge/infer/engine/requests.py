@@ -164,7 +164,7 @@ class Requests:
 
     @property
     def weights_version(self) -> int:
-        """Number of detected changes of the model."""
+        """Version of the weights: the number of detected changes of the model."""
         return self._packed.weights_version
 
     @property

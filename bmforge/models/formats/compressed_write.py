@@ -121,7 +121,7 @@ class _Source:
         return list(names)
 
     def read(self, source_name: str) -> dict[str, Tensor]:
-        """Return a dict from name to tensor to store for one of the names in `places`."""
+        """Return the tensors to store for a name in `places`, as a dict from name to tensor."""
         if source_name not in self.stems:
             rules = self._groups[source_name]
             tensor = assemble_source(rules, lambda name: self._tensors[name].detach())

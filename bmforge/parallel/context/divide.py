@@ -295,7 +295,7 @@ def _mix_by_heads(
 
 
 def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
-    """Return the smallest factor of repeating KV heads so that `size` divides their number."""
+    """Return the smallest repetition factor of KV heads for which `size` divides their number."""
     groups = heads // kv_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
