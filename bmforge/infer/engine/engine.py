@@ -150,10 +150,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Build the model of a directory on the meta device.
-
-        Return it and a function that loads it.
-        """
+        """Create the model in `name` on the meta device; return it and its loading function."""
         self._directory = source = find_model(name)
         if quantize is not None:
             folder = self.config.spill_directory
