@@ -126,8 +126,8 @@ def _learn_on_meta(
 ) -> Maker | None:
     """Build a cache entry by running the operator on meta tensors, faster than on fake tensors.
 
-    Returns None if the arguments have no device or several devices, or the operator fails on the
-    meta device tensors.
+    Returns None if the arguments have no device or several devices, or the operator fails on meta
+    tensors.
     """
     tensors = list(tensors_of((args, kwargs)))
     devices = {t.fake_device for t in tensors if isinstance(t, FakeTensor)}
