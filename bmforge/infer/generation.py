@@ -177,7 +177,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the ids of all sequences after every step, as views of one tensor, until all ended."""
+    """Yield the ids of all sequences after every step (views of one tensor), until all end."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -333,12 +333,12 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
         return None
     if not goes_on and not bool(mask.any(1).all()):
         rows = (~mask.any(1)).nonzero()[:, 0].tolist()
-        raise ShapeError(f"rows {rows} contain padding only. Remove these rows.")
+        raise ShapeError(f"sequences {rows} contain padding only. Remove them.")
     if goes_on and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
-            f"rows {rows} end with padding, so no token can be generated after them. Pad on the "
-            "left, with attention_mask=0 before the tokens."
+            f"sequences {rows} end with padding, so no token can be generated after them. Pad on "
+            "the left, with attention_mask=0 before the tokens."
         )
     return mask
 
@@ -348,7 +348,7 @@ def _check_gaps(mask: Tensor) -> None:
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
-            f"rows {rows} have padding between tokens. Pad on the left, with attention_mask=0 "
+            f"sequences {rows} have padding between tokens. Pad on the left, with attention_mask=0 "
             "before the tokens."
         )
 

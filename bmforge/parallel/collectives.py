@@ -1,8 +1,7 @@
 """Differentiable collectives at the boundaries of the model's sharded regions.
 
-Every collective has a counterpart in backward: a copy in forward is a sum in backward, a gather in
-forward is a reduce-scatter in backward, and vice versa. In a group of one process the collectives
-do nothing.
+Every collective has a counterpart in backward: the backward of a copy is a sum, the backward of a
+gather is a reduce-scatter, and vice versa. In a group of one process the collectives do nothing.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Ten
 
 
 def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Return this rank's shard of the tokens of a replicated tensor.
+    """Return this rank's shard of a replicated tensor along the token dim.
 
     Comm: backward, one all-gather.
     """
@@ -178,7 +177,7 @@ def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def sum_scatter_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Reduce-scatter `x`: sum it over the processes and return this rank's tokens of the sum.
+    """Reduce-scatter `x`: sum over the processes, and return this rank's tokens.
 
     Comm: forward, one reduce-scatter; backward, one all-gather.
     """

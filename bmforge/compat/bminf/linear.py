@@ -21,7 +21,7 @@ class QuantizedLinear(quantized.QuantizedLinear):
     in BMInf. Only inputs get a gradient, computed with the dequantized weights.
 
     Args:
-        linear: plain layer (its bias is not quantized), or transformers' Conv1D.
+        linear: unquantized layer (its bias is not quantized), or transformers' Conv1D.
 
     Raises:
         ConfigError: the input width is not divisible by 4, or a weight is not finite.

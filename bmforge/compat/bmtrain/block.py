@@ -36,11 +36,11 @@ class Block(Facade):
     Attributes, parameter names and saved keys are those of the wrapped module.
 
     Args:
-        inner_module: module with distributed parameters; a plain module is converted.
+        inner_module: module with distributed parameters; an ordinary module is converted.
         use_checkpoint: True to store only the inputs and recompute other activations in backward.
         zero_level: 3 to gather again in backward, 2 to keep gathered parameters until backward
             (default: the level of `init_distributed`, which is 3).
-        initialized: accepted and ignored; the values of a plain module are always kept.
+        initialized: accepted and ignored; the values of an ordinary module are always kept.
         mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which assigns their stage.
 
     Raises:
@@ -183,7 +183,10 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Distribute a plain module; raise an error if only some of its parameters are distributed."""
+    """Distribute an ordinary module.
+
+    Raise an error if only some of its parameters are distributed.
+    """
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())

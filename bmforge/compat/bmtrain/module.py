@@ -85,7 +85,7 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Replace a plain model's parameters with distributed ones with the same values and ties.
+    """Replace all parameters of a model with distributed ones of the same values and ties.
 
     Its modules become `DistributedModule`s; class names stay the same.
     """

@@ -37,7 +37,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     one stage it is a `TransformerBlockList`.
 
     Args:
-        modules: layers of the list, each a plain module or a block with mode="PIPE".
+        modules: layers of the list, each an ordinary module or a block with mode="PIPE".
         num_hidden: number of leading arguments that a block computes for the next block.
     """
 

@@ -24,7 +24,7 @@ __all__ = ["lay_out_"]
 def lay_out_(
     model: nn.Module, layout: Layout, mesh: DeviceMesh, precision: str, recompute: bool
 ) -> nn.Module:
-    """Parallelize a program's model over a mesh, in place.
+    """Parallelize the model of a program over a mesh, in place.
 
     Layers of `mpu` are tensor parallel already: their local parts become shards of full parameters,
     which are gathered over the replicas when the model is called.

@@ -214,7 +214,7 @@ class _Reader:
         self.put("train.schedule.warmup_steps", warmup)
 
     def place_words(self) -> None:
-        """Convert the verbalizer."""
+        """Convert the section of the verbalizer and its label words."""
         name = self.take("verbalizer")
         if name is None:
             return

@@ -205,7 +205,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return the measured block costs to save, because a new measurement would differ."""
+        """Return the measured block costs, saved because a new measurement would differ."""
         if self.config.target != "milliseconds":
             return {}
         return {

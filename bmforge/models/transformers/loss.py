@@ -85,7 +85,7 @@ class LanguageLoss:
         """Return the scores of a `Measure` for every token, without a load-balancing loss.
 
         Raises:
-            ConfigError: the head is not a plain linear layer.
+            ConfigError: the head is not an unmodified linear layer.
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(
@@ -149,7 +149,7 @@ class LanguageLoss:
 
 
 def _local(parameter: Any) -> Any:
-    """Return a parameter that tensor parallelism replicates as a plain tensor."""
+    """Return the local tensor of a replicated DTensor; return other parameters unchanged."""
     placements = getattr(parameter, "placements", None)
     is_replicated = placements is not None and all(p.is_replicate() for p in placements)
     return parameter.to_local() if is_replicated else parameter

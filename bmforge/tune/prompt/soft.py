@@ -74,7 +74,7 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder, which computes soft-token embeddings from trained inputs.
+    """P-tuning encoder, which computes the embeddings of soft tokens from trained inputs.
 
     Args:
         length: number of soft tokens, P.
@@ -147,9 +147,8 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     ):
         if encoder:
             raise ConfigError(
-                f"encoder={encoder!r} has no effect if the soft tokens are part of the model's "
-                "config, as in a run, because they are trained directly. Train an encoder with "
-                "PromptClassifier."
+                f"encoder={encoder!r} has no effect in a run: the model's config contains the soft "
+                "tokens, which are trained directly. Train an encoder with PromptClassifier."
             )
         return attached
     if attached is not None:

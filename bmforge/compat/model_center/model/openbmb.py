@@ -150,7 +150,7 @@ class _OldCall(BaseModel):
 
 
 class CPM1(_OldCall):
-    """CPM-1: ModelCenter's variant, or the published GPT-2 model; see `CPM1Config`."""
+    """CPM-1: ModelCenter's variant, or the original GPT-2 model; see `CPM1Config`."""
 
     _CONFIG_TYPE = CPM1Config
 
@@ -184,8 +184,7 @@ class CPM1(_OldCall):
         Args:
             input: token ids for the form before version 1.0; also the first positional argument.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all tokens attend to; not supported by the published
-                model.
+            context: True for tokens that all tokens attend to; not supported by the original model.
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
@@ -201,7 +200,7 @@ class CPM1(_OldCall):
             context, span: (B, past + T); length: (B,)
 
         Raises:
-            ConfigError: a context was given to the published model.
+            ConfigError: a context was passed to the original model.
         """
         others.pop("token_type_ids", None)
         if others.pop("position_ids", None) is not None:
@@ -223,7 +222,7 @@ class CPM1(_OldCall):
         )
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
-        """Return the context mask; None for the published model, which does not support it."""
+        """Return the context mask; None for the original model, which does not support it."""
         if isinstance(self.model, RelativeCPM1):
             return context
         if context is not None and bool(context.any()):

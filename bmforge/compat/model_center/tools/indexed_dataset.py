@@ -129,8 +129,8 @@ class MMapIndexedDatasetBuilder:
         """
         if os.fspath(index_file) != index_file_path(self._prefix):
             raise ConfigError(
-                f"the index {os.fspath(index_file)!r} must have the path of the token file: "
-                f"{index_file_path(self._prefix)!r}."
+                f"index_file={os.fspath(index_file)!r} is not the index file of this token file "
+                f"(needed: {index_file_path(self._prefix)!r})."
             )
         self._writer.finalize()
 

@@ -1,7 +1,7 @@
 """OpenPrompt's dataset readers: the table of its processors and the formats of their files.
 
 The files are those that OpenPrompt's download scripts fetch (LOTClass, FewGLUE, TACRED, ...), which
-differ from the published ones that `bmforge.data.tasks` reads. Three faults of the original are
+differ from the original data sets that `bmforge.data.tasks` reads. Three faults of the original are
 not repeated: COPA examples with swapped choices get the swapped label, WSC's training split keeps
 its true examples (the original kept none), and reading ReCoRD raises no NameError.
 """

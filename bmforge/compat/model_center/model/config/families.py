@@ -54,7 +54,7 @@ class CPM1Config(Config):
     """Config of a CPM-1 model.
 
     `pos_bias_type` selects the model: "relative" (default) is ModelCenter's variant with relative
-    positions; "none" is the published GPT-2 model, which `from_pretrained` also detects.
+    positions; "none" is the original GPT-2 model, which `from_pretrained` also detects.
     """
 
     family = "CPM1"
