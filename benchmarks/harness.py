@@ -83,7 +83,7 @@ class Contender:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         given = (theirs, build, threads, tuned, arguments)
-        self._process = context.Process(target=_serve, args=given)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
 
