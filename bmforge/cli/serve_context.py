@@ -69,7 +69,7 @@ def choose_context(
     if is_planned:
         budget = format_bytes(memory_bytes)
         room, what = memory_bytes // _SHARE // (per_token * rows), f"a quarter of {budget}"
-        if requested is None and _LEAST < min(room, limit):
+        if requested is None and min(room, limit) > _LEAST:
             of_steps = _fitting_tokens(model, memory_bytes // _STEP_SHARE, rows)
             if of_steps < room:
                 room, what = of_steps, f"a step within a third of {budget}"
