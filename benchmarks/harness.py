@@ -101,7 +101,7 @@ class Contender:
         context = mp.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         options = (child_end, build, threads, tuned, arguments)
-        self._process = context.Process(target=_serve, args=options)
+        self._process = context.Process(target=_serve, args=options, daemon=True)
         self._process.start()
         child_end.close()
 

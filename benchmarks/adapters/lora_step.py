@@ -1,11 +1,15 @@
 """Training step with LoRA compared with PEFT on transformers, and with full fine-tuning.
 
-    python -m benchmarks.adapters.lora_step [--targets qv all] [--base-dtype int8|int4]
+    python -m benchmarks.adapters.lora_step [--targets qv all] [--base-dtype bf16|int8|int4]
         [--rounds 20] [--rank 8] [--tokens 1024] [--layers 8] [--budget-s 400]
 
 All sides open the same Llama with random weights. Each runs in its own process; the steps alternate
 and include AdamW. The memory is the peak resident memory of a step above the resident memory after
 it. The bytes of gradients and optimizer states are computed. `--rounds 0` measures memory alone.
+
+With `--base-dtype bf16`, base weights and computation are in bf16, and PEFT runs in three ways:
+with adapters in bf16, with adapters in fp32 (its default), and with `torch.autocast`. All sides use
+the thread and allocator settings of `bmforge.host_tuning`; only "PEFT, untuned" keeps torch's.
 """
 
 from __future__ import annotations
@@ -35,6 +39,12 @@ TARGETS = {
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     ],
 }
+# How PEFT computes with base weights in bf16: (dtype of the adapters, torch.autocast on or off).
+PEFT_IN_BF16 = {
+    "PEFT, bf16 adapters": (torch.bfloat16, False),
+    "PEFT, fp32 adapters": (torch.float32, False),
+    "PEFT, autocast": (torch.float32, True),
+}
 PEFT_TARGETS = {
     kind: [name.rpartition(".")[2] for name in names] for kind, names in TARGETS.items()
 }
@@ -56,21 +66,28 @@ def build_bmforge(
         kind: key of TARGETS, or "full" for all weights.
         rank: rank of the adapters.
         tokens, rows: tokens and rows of the batch.
-        base: "int8" or "int4" quantizes the linear layers of the blocks.
+        base: "int8" or "int4" quantizes the linear layers of the blocks; "bf16" stores the
+            frozen weights in bf16 and computes in bf16.
     """
     from bmforge.models import AutoModel
     from bmforge.models.pack import quantize_
+    from bmforge.parallel import parallelize
     from bmforge.recipes.base_weights import find_base_layers
     from bmforge.train.optim.build import OptimConfig, build_optimizers
     from bmforge.tune.delta import Lora
 
     model: Any = AutoModel.from_pretrained(folder)
-    if base != "fp32":
+    if base in ("int8", "int4"):
         spec, names = find_base_layers(model, base)
         model = quantize_(model, spec, where=names)
     model.train()
     if kind != "full":
         Lora(model, TARGETS[kind], rank=rank, alpha=2.0 * rank)
+    if base == "bf16":
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+        parallelize(model, precision="bf16")
     (optimizer,) = build_optimizers(model, OptimConfig(lr=1e-4, weight_decay=0.0))
     ids = make_batch(model.config.vocab_size, tokens, rows)
 
@@ -85,13 +102,21 @@ def build_bmforge(
 
 
 def build_peft(
-    folder: str, kind: str, rank: int, tokens: int, rows: int, base_dtype: str = "fp32"
+    folder: str,
+    kind: str,
+    rank: int,
+    tokens: int,
+    rows: int,
+    base_dtype: str = "fp32",
+    adapters: torch.dtype = torch.float32,
+    autocast: bool = False,
 ) -> Callable[[], float]:
     """Return a step of PEFT on transformers; torchao stores the blocks in int8 or NF4 ("int4")."""
     import peft
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dtype = torch.bfloat16 if base_dtype == "bf16" else torch.float32
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if base_dtype == "int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -99,14 +124,17 @@ def build_peft(
     elif base_dtype == "int4":
         store_nf4_(base.model.layers)
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=PEFT_TARGETS[kind])
-    model = peft.get_peft_model(base, config).train()
+    model = peft.get_peft_model(
+        base, config, autocast_adapter_dtype=adapters == torch.float32
+    ).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
     ids = make_batch(base.config.vocab_size, tokens, rows)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         return float(loss.detach())
@@ -155,7 +183,7 @@ def main() -> None:
     """Measure every choice of targets."""
     parser = make_parser(__doc__)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--base-dtype", choices=("fp32", "int8", "int4"), default="fp32")
+    parser.add_argument("--base-dtype", choices=("fp32", "bf16", "int8", "int4"), default="fp32")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--rows", type=int, default=4)
@@ -179,19 +207,22 @@ def main() -> None:
 def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -> None:
     """Measure one choice of targets; without rounds, its memory alone."""
     arguments = options.rank, options.tokens, options.rows, options.base_dtype
-    full = (*arguments[:3], "fp32")
-    contenders = {
-        "bmforge": Contender(build_bmforge, threads, folder, kind, *arguments, tuned=True),
-        "PEFT": Contender(build_peft, threads, folder, kind, *arguments, tuned=True),
-    }
+    given = folder, kind, *arguments
+    full = (*arguments[:3], "bf16" if options.base_dtype == "bf16" else "fp32")
+    contenders = {"bmforge": Contender(build_bmforge, threads, *given, tuned=True)}
+    ways = PEFT_IN_BF16 if options.base_dtype == "bf16" else {"PEFT": (torch.float32, False)}
+    for name, way in ways.items():
+        contenders[name] = Contender(build_peft, threads, *given, *way, tuned=True)
+    untuned = list(ways.values())[-1]
+    contenders["PEFT, untuned"] = Contender(build_peft, threads, *given, *untuned)
     if options.rounds:
         contenders["bmforge, full"] = Contender(
             build_bmforge, threads, folder, "full", *full, tuned=True
         )
     losses = {name: contender.step().loss for name, contender in contenders.items()}
     # Both sides quantize, but with different group sizes and levels.
-    near = {"fp32": 1e-4, "int8": 0.05, "int4": 0.2}[options.base_dtype]
-    assert abs(losses["bmforge"] - losses["PEFT"]) < near, losses
+    near = {"fp32": 1e-4, "bf16": 1e-3, "int8": 0.05, "int4": 0.2}[options.base_dtype]
+    assert all(abs(losses["bmforge"] - loss) < near for loss in losses.values()), losses
     peaks = {
         name: contender.step(measure_memory=True).peak_bytes
         for name, contender in contenders.items()
