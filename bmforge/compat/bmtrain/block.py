@@ -12,11 +12,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
-from bmforge.compat.bmtrain.module import DistributedModule, make_distributed_
-from bmforge.compat.bmtrain.overlap import join_blocks_
+from bmforge.compat.bmtrain.module import (
+    DistributedModule,
+    Facade,
+    claim_blocks_,
+    join_blocks_,
+    make_distributed_,
+)
 from bmforge.compat.bmtrain.parameter import all_rows, mark_, mesh_of, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
@@ -247,11 +252,7 @@ def _shard_(module: nn.Module, frees: bool) -> None:
 
 
 def _has_backward(out: Any) -> bool:
-    if isinstance(out, Tensor):
-        return out.requires_grad
-    if isinstance(out, dict):
-        return any(_has_backward(value) for value in out.values())
-    return isinstance(out, tuple | list) and any(_has_backward(value) for value in out)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(out))
 
 
 def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:

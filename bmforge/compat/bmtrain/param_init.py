@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
 from bmforge.compat.bmtrain.runtime import config
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
-from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.inspect import collect_records, record_tensor
+from bmforge.compat.bmtrain.module import claim_blocks_
 from bmforge.compat.bmtrain.parameter import all_rows, make_parameter, mark_, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects

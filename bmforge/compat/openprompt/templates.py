@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.compat.openprompt.wrappers import as_ours
 from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
@@ -169,7 +169,8 @@ class MixedTemplate(ManualTemplate):
 
     def __init__(self, model: Any, tokenizer: Any, text: str | None = None, **options: Any) -> None:
         super().__init__(tokenizer)
-        self._model = model
+        # Not registered as a submodule, so that `parameters` has only those of the template.
+        self.__dict__["_model"] = model
         self._options = self.soft_options(options)
         if text is not None:
             self.text = text

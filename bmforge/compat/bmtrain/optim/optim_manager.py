@@ -12,8 +12,12 @@ from torch import Tensor
 
 from bmforge.compat.bmtrain.lr_scheduler import WarmupLRScheduler
 from bmforge.compat.bmtrain.optim.adam import AdamOptimizer
-from bmforge.compat.bmtrain.optim.state import pack_state, unpack_state
-from bmforge.compat.bmtrain.optim.steps import check_optimizer, step_shares
+from bmforge.compat.bmtrain.optim.state import (
+    check_optimizer,
+    pack_state,
+    step_shares,
+    unpack_state,
+)
 from bmforge.compat.bmtrain.parameter import origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError

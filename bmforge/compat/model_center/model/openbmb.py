@@ -19,9 +19,8 @@ from bmforge.compat.model_center.model.base import (
     refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config.base import Config
-from bmforge.compat.model_center.model.config.families import CPM1Config, CPM3Config, GLMConfig
-from bmforge.compat.model_center.model.decoders import DecoderModel
+from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
+from bmforge.compat.model_center.model.decoders import TextModel
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
@@ -35,7 +34,7 @@ __all__ = ["CPM1", "CPM3", "GLM"]
 _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "past_key_values")
 
 
-class GLM(DecoderModel):
+class GLM(TextModel):
     """GLM model, which derives missing positions and the bidirectional prefix from the ids."""
 
     _CONFIG_TYPE = GLMConfig
@@ -60,7 +59,7 @@ class GLM(DecoderModel):
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; a 1-D tensor is used as `sep`.
-            options: options of `DecoderModel`; if one of them selects outputs, a `ModelOutput`
+            options: options of `TextModel`; if one of them selects outputs, a `ModelOutput`
                 is returned instead of the logits.
 
         Shape:
@@ -191,7 +190,7 @@ class CPM1(_OldCall):
             inputs_embeds: embeddings instead of ids.
             use_cache: return a KV cache.
             past_key_values: KV cache of an earlier call; it is extended in place.
-            output_logits, output_hidden_states, return_dict: as in `DecoderModel`.
+            output_logits, output_hidden_states, return_dict: as in `TextModel`.
             others: `token_type_ids` and other arguments that ModelCenter accepted without using
                 them.
 
@@ -284,7 +283,7 @@ class CPM3(_OldCall):
             token_type_ids, position_ids: see `segment` and `position`.
             inputs_embeds: embeddings instead of ids.
             use_cache, past_key_values, output_logits, output_hidden_states, return_dict: as in
-                `DecoderModel`.
+                `TextModel`.
             others: arguments that ModelCenter accepted without using them.
 
         Shape:

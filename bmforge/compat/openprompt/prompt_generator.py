@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmforge.compat.openprompt.models import PromptModel
 from bmforge.compat.openprompt.templates import ManualTemplate
-from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.compat.openprompt.wrappers import as_ours
 from bmforge.errors import ConfigError
 from bmforge.surgery import evaluating
 from bmforge.tune.prompt.search_template import search_templates

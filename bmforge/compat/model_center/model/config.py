@@ -1,4 +1,4 @@
-"""Configs with ModelCenter's field names, which wrap bmforge's configs.
+"""Configs with ModelCenter's field names, which wrap bmforge's configs; one class per family.
 
 A field can be read and set by its ModelCenter name (`dim_model`) or by bmforge's (`hidden_size`).
 """
@@ -13,19 +13,33 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model, ModelConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.model_center import is_model_center
-from bmforge.models.formats.model_center_config import (
-    OLD_FAMILIES,
-    OLD_FIELDS,
-    read_old_config,
-)
+from bmforge.models.formats.model_center_config import OLD_FAMILIES, OLD_FIELDS, read_old_config
 from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 
-__all__ = ["OLD_NAMES", "Config"]
+__all__ = [
+    "OLD_NAMES",
+    "Config",
+    "BertConfig",
+    "CPM1Config",
+    "CPM2Config",
+    "CPM3Config",
+    "GLMConfig",
+    "GPT2Config",
+    "GPTjConfig",
+    "LlamaConfig",
+    "LongformerConfig",
+    "OPTConfig",
+    "RobertaConfig",
+    "T5Config",
+    "ViTConfig",
+    "VitConfig",
+]
 
 # Maps ModelCenter's field names to bmforge's.
 OLD_NAMES: Mapping[str, str] = {
@@ -248,3 +262,78 @@ class Config:
 def _count_rest(native: ModelConfig) -> int:
     """Return the number of rows of the position table that do not encode a position."""
     return 1 if native.family == "glm" else int(getattr(native, "position_offset", 0))
+
+
+def _define(name: str, family: str) -> type[Config]:
+    """Create the config class of a family, for families without special fields."""
+    doc = f"Config of a {family} model."
+    return type(
+        f"{name}Config", (Config,), {"__doc__": doc, "__module__": __name__, "family": family}
+    )
+
+
+BertConfig = _define("Bert", "Bert")
+RobertaConfig = _define("Roberta", "Roberta")
+LongformerConfig = _define("Longformer", "Longformer")
+ViTConfig = VitConfig = _define("ViT", "ViT")
+GPT2Config = _define("GPT2", "GPT2")
+GPTjConfig = _define("GPTj", "GPTJ")
+OPTConfig = _define("OPT", "OPT")
+LlamaConfig = _define("Llama", "Llama")
+GLMConfig = _define("GLM", "GLM")
+T5Config = _define("T5", "T5")
+CPM2Config = _define("CPM2", "CPM2")
+
+
+class CPM1Config(Config):
+    """Config of a CPM-1 model.
+
+    `pos_bias_type` selects the model: "relative" (default) is ModelCenter's variant with relative
+    positions; "none" is the original GPT-2 model, which `from_pretrained` also detects.
+    """
+
+    family = "CPM1"
+
+    def __init__(self, **fields: Any) -> None:
+        kind = {n: fields.pop(n) for n in ("pos_bias_type",) if n in fields}
+        super().__init__(**kind, **fields)
+
+    @property
+    def is_relative(self) -> bool:
+        """True for ModelCenter's variant of CPM-1 with relative positions."""
+        return self._base is None and self._given.get("pos_bias_type", "relative") == "relative"
+
+    def kind(self) -> type[Model]:
+        """Return the bmforge model class for this config."""
+        return RelativeCPM1 if self.is_relative else FAMILIES["CPM1"]
+
+    def needed(self) -> Mapping[str, Any]:
+        """Return a dict from field to value, for fields that support only one value."""
+        biases = ("norm_bias", "att_bias", "ffn_bias", "attn_scale")
+        return {
+            "pos_bias_type": "relative" if self.is_relative else "none",
+            "ffn_activate_fn": "gated_gelu" if self.is_relative else "gelu_new",
+            **dict.fromkeys(biases, not self.is_relative),
+            **dict.fromkeys(("length_scale", "int8", "post_layer_norm"), False),
+        }
+
+    def _check(self, name: str, value: Any) -> None:
+        if name != "pos_bias_type":
+            return super()._check(name, value)
+        if value not in (("none",) if self._base is not None else ("relative", "none")):
+            raise ConfigError(
+                f"pos_bias_type={value!r} is unknown (known: 'relative', ModelCenter's default, "
+                "and 'none', the released model's). Use the type of the checkpoint."
+            )
+
+
+class CPM3Config(Config):
+    """Config of a CPM-3 model, whose architecture is CPM-Ant's."""
+
+    family = "CPMAnt"
+    fixed: ClassVar[Mapping[str, Any]] = {
+        **dict.fromkeys(("norm_bias", "att_bias", "ffn_bias", "int8", "post_layer_norm"), False),
+        **{"length_scale": True, "attn_scale": True, "pos_bias_type": "relative"},
+        **{"max_exact_rate": 0.25, "max_distance_rate": 1.0, "absolute_inner_segment": True},
+        "ffn_activate_fn": "gated_gelu",
+    }

@@ -1,4 +1,4 @@
-"""Base classes of text generation, implemented with bmforge's decoding."""
+"""Text generation with Llama and T5 under ModelCenter's names, with bmforge's decoding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.surgery import evaluating
 
-__all__ = ["BeamSearch", "Generation", "RandomSampling"]
+__all__ = ["LlamaBeamSearch", "LlamaRandomSampling", "T5BeamSearch", "T5RandomSampling"]
 
 
-class Generation:
+class _Generation:
     """Base class that generates continuations of texts.
 
     Args:
@@ -91,8 +91,8 @@ class Generation:
         return start
 
 
-class BeamSearch(Generation):
-    """Text generation by beam search.
+class LlamaBeamSearch(_Generation):
+    """Text generation with Llama, by beam search.
 
     Options of `generate`: `beam_size`, `max_length` (tokens), `repetition_penalty`.
     """
@@ -102,8 +102,8 @@ class BeamSearch(Generation):
         return super().configure(num_beams=beam_size, **options)
 
 
-class RandomSampling(Generation):
-    """Text generation by random sampling.
+class LlamaRandomSampling(_Generation):
+    """Text generation with Llama, by random sampling.
 
     Options of `generate`: `top_k` (0: all), `top_p`, `temperature`, `max_length` (tokens),
     `repetition_penalty`.
@@ -115,3 +115,32 @@ class RandomSampling(Generation):
         """Build the generation config from the options."""
         chosen = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
         return super().configure(do_sample=True, **chosen, **options)
+
+
+class _T5(_Generation):
+    """Generates the text of the first sentinel token, which is appended if it is missing."""
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the next sentinel token and the EOS token."""
+        return (self._blank(1), self.tokenizer.eos_token_id)
+
+    def _blank(self, number: int) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(f"<extra_id_{number}>"))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of one text with a sentinel and an EOS token."""
+        ids = [i for i in self.tokenizer.encode(text) if i != self.tokenizer.eos_token_id]
+        blank = [] if self._blank(0) in ids else [self._blank(0)]
+        return [*ids, *blank, self.tokenizer.eos_token_id]
+
+    def begin(self, start: Tensor) -> Tensor:
+        """Return the decoder's start token and the sentinel token."""
+        return torch.cat((start, torch.full_like(start[:, :1], self._blank(0))), 1)
+
+
+class T5BeamSearch(_T5, LlamaBeamSearch):
+    """Beam search with T5; see `LlamaBeamSearch`."""
+
+
+class T5RandomSampling(_T5, LlamaRandomSampling):
+    """Sampling with T5; see `LlamaRandomSampling`."""

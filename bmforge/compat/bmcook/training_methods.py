@@ -1,4 +1,8 @@
-"""BMCook's distillation of logits and of paired hidden states."""
+"""BMCook's distillation, quantization-aware training, and recording of MLP inputs.
+
+Distillation compares logits and paired hidden states. Quantized layers have int8 products in
+forward and backward. Recording MLP inputs is the first step of MoEfication.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.compat.bmcook.addresses import find_old_module
-from bmforge.compress.distill.capture import INTO, Recorder
+from bmforge.compat.bmcook.addresses import modules_with, read_pair
+from bmforge.compress.distill.capture import Recorder
 from bmforge.compress.distill.losses import compare_logits, compare_states
+from bmforge.compress.quantize import FakeQuantize, QuantizeConfig
 from bmforge.errors import ConfigError
-from bmforge.surgery import freeze_
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.surgery import find_repeated_blocks, freeze_
 
-__all__ = ["BMDistill", "Teaching"]
+__all__ = ["BMDistill", "Teaching", "BMMoE", "BMQuant"]
 
 Forward = Callable[..., Any]
 
@@ -83,15 +89,10 @@ class Teaching:
     ) -> None:
         self.teacher, self.section = teacher, section
         self._mine, self._theirs = Recorder(student), Recorder(teacher)
-        self._pairs: list[tuple[str, str]] = []
+        self._pairs: list[list[str]] = []
         self.projections = nn.ModuleDict()
         for text in section["mse_hidn_module"] if section["mse_hidn_scale"] else ():
-            sides = text.split(":")
-            if len(sides) != 2:
-                raise ConfigError(
-                    f"{text!r} is not a pair of modules, such as '[post]a.b:[post]a.b'."
-                )
-            pair = _place(student, sides[0]), _place(teacher, sides[1])
+            pair = read_pair(text, (student, teacher))
             self._mine.watch_state_(student, pair[0])
             self._theirs.watch_state_(teacher, pair[1])
             self._pairs.append(pair)
@@ -147,15 +148,6 @@ class Teaching:
         return total
 
 
-def _place(model: nn.Module, text: str) -> str:
-    """Convert an entry such as ``[post]a.b`` to the module name that `Recorder` accepts."""
-    kind, mark, name = text.partition("]")
-    if not mark or kind not in ("[post", "[pre"):
-        raise ConfigError(f"module {text!r} must begin with [post] or [pre], such as '[post]a.b'.")
-    module_name = find_old_module(model, name)
-    return module_name if kind == "[post" else f"{INTO}{module_name}"
-
-
 def _projection(
     student: nn.Module, teacher: nn.Module, linear: type[nn.Module] | None
 ) -> nn.Module:
@@ -177,3 +169,91 @@ def _width(model: nn.Module) -> int:
         f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks. Set "
         "mse_hidn_proj to false."
     )
+
+
+class BMMoE:
+    """Records MLP activations, from which `bmforge.compress.moefy` builds experts."""
+
+    @staticmethod
+    def get_hidden(model: nn.Module, config: Any, forward_fn: Forward) -> Forward:
+        """Return a forward function whose output includes the recorded tensors, `moe_records`.
+
+        Args:
+            model: any model.
+            config: a `ConfigParser`, whose `first_FFN_module` lists substrings of module names.
+            forward_fn: ``(model, loss_func, targets, *args, **kwargs)`` -> output.
+
+        Raises:
+            ConfigError: an entry matches no module name.
+        """
+        section = config.get("MoEfication")
+        if not section["is_moefy"]:
+            return forward_fn
+        records: dict[str, Tensor] = {}
+        for name, label in modules_with(
+            model, section["first_FFN_module"], "MoEfication.first_FFN_module", _is_leaf
+        ).items():
+            hook = partial(_record, records, label)
+            model.get_submodule(name).register_forward_hook(hook)
+        return partial(_forward, records, forward_fn)
+
+
+def _forward(records: dict[str, Tensor], forward_fn: Forward, *args: Any, **kwargs: Any) -> Any:
+    records.clear()
+    out = forward_fn(*args, **kwargs)
+    out.moe_records = dict(records)
+    records.clear()
+    return out
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not list(module.children())
+
+
+def _record(records: dict[str, Tensor], label: str, module: nn.Module, args: Any, out: Any) -> None:
+    records[label] = (out[0] if isinstance(out, tuple) else out).detach()
+
+
+class BMQuant:
+    """Converts linear layers to int8 computation for training."""
+
+    @classmethod
+    def quantize(
+        cls, model: nn.Module, config: Any, target_linear: type[nn.Module] | None = None
+    ) -> FakeQuantize | None:
+        """Convert the linear layers that a config names to int8 computation.
+
+        Args:
+            model: any model.
+            config: a `ConfigParser`.
+            target_linear: class of the layers to convert (default: every kind of linear layer; in
+                a model with repeated blocks, only the layers inside these blocks).
+
+        Returns:
+            the `FakeQuantize` method that was applied; None if the config disables quantization.
+
+        Raises:
+            ConfigError: a pattern matches no module name, or no layer matches all conditions.
+        """
+        section = config.get("quantization")
+        if not section["is_quant"]:
+            return None
+        where: tuple[str, ...] = ()
+        if section["quantized_module"]:
+            names = section["quantized_module"]
+            where = tuple(modules_with(model, names, "quantization.quantized_module"))
+        elif target_linear is None and not find_repeated_blocks(model):
+            where = tuple(n for n, m in model.named_modules() if linear_sizes(m) is not None)
+        if target_linear is not None:
+            layers = [n for n, m in model.named_modules() if isinstance(m, target_linear)]
+            where = tuple(name for name in layers if not where or name in where)
+            if not where:
+                raise ConfigError(
+                    f"the model has no {target_linear.__name__} to quantize. Pass the class of its "
+                    "linear layers as quant_layer_cls."
+                )
+        method = FakeQuantize(
+            QuantizeConfig(scheme="int8-dynamic", training="int8-both", where=where)
+        )
+        method.attach_(model)
+        return method
