@@ -283,26 +283,31 @@ def check_prompt(
             f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
             f"vocab_size={model.config.vocab_size}. Use ids of the model's own tokenizer."
         )
-    longest = input_ids.shape[1] + config.max_new_tokens
-    if model.position_limit is not None and longest > model.position_limit:
-        raise ConfigError(
-            f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} "
-            f"need {longest} positions, but the model has "
-            f"max_seq_len={model.config.max_seq_len}. Truncate the prompt on the left, or "
-            "request fewer new tokens."
-        )
+    goes_on = model.traits.reads != "apart"
+    _check_length(model, input_ids.shape[1], config.max_new_tokens, goes_on)
     pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
         attention_mask = input_ids != pad
     if attention_mask is None:
         return None
-    goes_on = model.traits.reads != "apart"
     mask = _check_mask(input_ids, attention_mask, goes_on)
     # A soft prompt is in front of the padding, so rows of a model with a soft prompt may have a
     # gap. A mask computed from the ids has a gap if a text contains the padding token.
     if mask is not None and is_given and goes_on and not _describe_prompt(table):
         _check_gaps(mask)
     return mask
+
+
+def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:
+    """Raise `ConfigError` if a sequence exceeds the positions; source and target have their own."""
+    limit = model.position_limit
+    needed = length + new_tokens if goes_on else max(length, new_tokens)
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"{length} prompt tokens and max_new_tokens={new_tokens} need {needed} positions, but "
+            f"the model has max_seq_len={model.config.max_seq_len}. Truncate the prompt on the "
+            "left, or request fewer new tokens."
+        )
 
 
 def _check_tensors(**values: Any) -> None:

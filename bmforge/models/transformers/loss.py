@@ -129,6 +129,9 @@ class LanguageLoss:
         )
 
     def _chunk(self, out: Any, arguments: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
+        if self.behavior.head == "linear":  # OPT's code calls children of the body, not the body
+            head = self.foreign.get_submodule(self.structure.head)
+            return sum_cross_entropy(head(hidden) * self.behavior.factor, goal)
         ids = {"input_ids": goal.clamp(min=0)} if arguments.get("input_ids") is not None else {}
         with ReplacedChild(self.foreign, self.structure.body, with_hidden(out, hidden)):
             predicted = self.foreign(**call_arguments(self.foreign, ids, cached=False))
