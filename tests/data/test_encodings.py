@@ -181,6 +181,37 @@ def test_a_short_text_in_another_encoding_is_read_as_named_or_refused(text, enco
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "encoding"),
+    [
+        (["déjà vu", "noël", "\x81 naïve"], "cp1252"),
+        (["中文句子甲，今天天气很好", "模", "模模"], "gb18030"),  # valid UTF-8 too
+        (["漢字の行です", "ASCII"], "iso2022_jp"),
+    ],
+)
+def test_tables_and_lines_mix_utf8_and_the_named_encoding(rows, encoding, tmp_path):
+    """A row is read as UTF-8 or in the named encoding, in every order and kind of file."""
+    # Windows-1252 lacks byte 0x81, which is a control character on the web, as in Latin-1.
+    keys = [one.encode("latin-1" if "\x81" in one else encoding) for one in rows]
+    own = [] if encoding == "iso2022_jp" else ["Ünïcödé «ïn» UTF-8 – 漢字の行"]
+    for order in (1, -1):
+        raws = [*keys, *(one.encode() for one in own)][::order]
+        want = [*rows, *own][::order]
+        (tmp_path / "a.csv").write_bytes(b"text,n\n" + b"".join(raw + b",1\n" for raw in raws))
+        lines = b"".join(b'{"text": "' + raw + b'"}\n' for raw in raws)
+        (tmp_path / "b.jsonl").write_bytes(lines)
+        for name in ("a.csv", "b.jsonl"):
+            texts = [one.text for one in read_documents(tmp_path / name, encoding=encoding)]
+            assert texts == want, name
+
+
+def test_short_lines_of_a_chinese_file_are_not_taken_for_utf8(tmp_path):
+    rows = ["中文句子甲", "模", "今天天气很好，我们去公园吧", "模模", "plain"]
+    raws = (f'{{"text": "{one}"}}\n'.encode("gb18030") for one in rows)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(raws))
+    assert [one.text for one in read_documents(tmp_path / "a.jsonl")] == rows
+
+
 def test_a_wrong_or_unknown_encoding_is_refused(tmp_path):
     for raw in (b"\xff\xff\xff\xff text", page("russian").encode("cp1251")):
         with pytest.raises(DataError, match="neither UTF-8 nor euc_jp"):

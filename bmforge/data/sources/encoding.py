@@ -153,8 +153,9 @@ def check_encoding(name: str) -> None:
 
 
 def _is_allowed(decoded: Decoded, encoding: str) -> bool:
-    """Return True if a text is UTF-8, has a byte order mark, or has the encoding that is given."""
-    names = ("utf-8", *(name for _, name in _MARKS), *_known_labels([encoding]))
+    """Return True if a text is UTF-8, is marked by a BOM or escapes, or has the given encoding."""
+    marked = (name for _, name in (*_MARKS, *_ESCAPES))
+    names = ("utf-8", *marked, *_known_labels([encoding]))
     return not encoding or decoded.encoding in names
 
 
@@ -189,7 +190,9 @@ def _decode_intact(
     for mark, name in _MARKS:
         if raw.startswith(mark) and (text := _try(raw, name)) is not None:
             return Decoded(text, name)
-    names = _known_labels(labels)
+    # A short line of a Chinese file may be valid UTF-8 by chance.
+    is_expected = expected in _WIDE and not is_named
+    names = _known_labels([*labels, expected] if is_expected else labels)
     for escape, name in _ESCAPES:
         if escape in raw and (text := _try(raw, name)) is not None:
             return Decoded(text, name)

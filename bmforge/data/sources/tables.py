@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
@@ -11,7 +12,13 @@ from itertools import chain
 from typing import Any, BinaryIO
 
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.encoding import SAMPLE_BYTES, decode, detect_encoding, may_replace
+from bmforge.data.sources.encoding import (
+    SAMPLE_BYTES,
+    Decoded,
+    decode,
+    detect_encoding,
+    may_replace,
+)
 from bmforge.data.sources.lines import find_text
 from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
 from bmforge.data.sources.record import ReadOptions, Record, Where
@@ -22,6 +29,9 @@ __all__ = ["read_arrow", "read_csv", "read_parquet", "read_tsv"]
 _LONGEST_FIELD = 1 << 28
 _BATCH_ROWS = 256
 _UNDECODED = re.compile("[\udc80-\udcff]")
+_RAW = "latin-1"  # maps every byte to one character
+_MARKS = ',;\t"\r\n'
+_SHIFTING = ("hz", "iso2022", "utf-7")  # 7-bit encodings; ASCII bytes are parts of characters
 
 
 def read_csv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -37,29 +47,52 @@ def read_tsv(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 def _read_rows(
     stream: BinaryIO, where: Where, options: ReadOptions, dialect: str
 ) -> Iterator[Record]:
-    encoding = where.encoding or detect_encoding(stream.peek(SAMPLE_BYTES))  # type: ignore[attr-defined]
-    if options.encoding and not encoding.startswith("utf-"):
-        encoding = options.encoding
-    encoding = "utf-8-sig" if encoding in ("", "utf-8") else encoding
+    encoding, is_raw = _choose_encoding(stream.peek(SAMPLE_BYTES), where, options)  # type: ignore[attr-defined]
     # An invalid byte becomes a lone surrogate, so that only its row fails.
     lines = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     csv.field_size_limit(_LONGEST_FIELD)
-    clean = (line.replace("\0", "\ufffd") for line in lines)
+    clean = (line.replace("\0", "\x1a" if is_raw else "\ufffd") for line in lines)
     head = next(clean, "")
-    delimiter = _find_delimiter(head, options.text_field, dialect)
+    if is_raw:
+        head = head.removeprefix(codecs.BOM_UTF8.decode(_RAW))
+    shown = _decode_field(head, f"{where}:1", options).text if is_raw else head
+    delimiter = _find_delimiter(shown, options.text_field, dialect)
     rows = csv.reader(chain([head] if head else [], clean), dialect, delimiter=delimiter)
     try:
         names = next(rows, None)
         if names is None:
             raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
+        if is_raw:
+            names = [_decode_field(name, f"{where}:1", options).text for name in names]
         find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
         for row in rows:
             if row:
-                parse = partial(_parse_row, names, row, where, rows.line_num, options)
-                size = len("".join(row).encode("utf-8", "replace"))
+                parse = partial(_parse_row, names, row, where, rows.line_num, options, is_raw)
+                size = len("".join(row).encode(_RAW if is_raw else "utf-8", "replace"))
                 yield Record(where.place(rows.line_num), size, parse)
     except csv.Error as error:
         raise DataError(f"{where}:{rows.line_num} is not a valid table row ({error}).") from error
+
+
+def _choose_encoding(sample: bytes, where: Where, options: ReadOptions) -> tuple[str, bool]:
+    """Return the encoding of a table, and True if it is `_RAW` and every field is decoded later.
+
+    With an encoding that the user names, every field is either UTF-8 or in this encoding, so that a
+    table may contain both. This needs an encoding in which delimiters and quotes are ASCII bytes.
+    """
+    encoding, named = where.encoding or detect_encoding(sample), options.encoding
+    if named and not encoding.startswith(("utf-16", "utf-32")):
+        has_shifts = codecs.lookup(named).name.startswith(_SHIFTING)
+        if not has_shifts and _MARKS.encode(named) == _MARKS.encode():
+            return _RAW, True
+        if not encoding.startswith("utf-") or (has_shifts and sample.isascii()):
+            encoding = named
+    return "utf-8-sig" if encoding in ("", "utf-8") else encoding, False
+
+
+def _decode_field(field: str, location: str, options: ReadOptions) -> Decoded:
+    raw = field.encode(_RAW)
+    return decode(raw, location, errors=options.errors, encoding=options.encoding)
 
 
 def _find_delimiter(head: str, text_field: str, dialect: str) -> str:
@@ -75,22 +108,27 @@ def _find_delimiter(head: str, text_field: str, dialect: str) -> str:
 
 
 def _parse_row(
-    names: list[str], row: list[str], where: Where, line: int, options: ReadOptions
+    names: list[str],
+    row: list[str],
+    where: Where,
+    line: int,
+    options: ReadOptions,
+    is_raw: bool = False,
 ) -> Document:
     location = f"{where}:{line}"
     if len(row) != len(names):
         raise DataError(
             f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
         )
-    if options.encoding and any(map(_UNDECODED.search, row)):
-        raws = (field.encode("utf-8", "surrogateescape") for field in row)
-        row = [decode(raw, location, encoding=options.encoding).text for raw in raws]
     record = dict(zip(names, row, strict=True))
+    decoded = {n: _decode_field(v, location, options) for n, v in record.items()} if is_raw else {}
+    record |= {name: field.text for name, field in decoded.items()}
     text = record.get(options.text_field, "")
     replaced = len(_UNDECODED.findall(text))
     if options.errors == "replace" and may_replace(replaced, len(text)):
         record[options.text_field] = _UNDECODED.sub("\ufffd", text)
     text = find_text(record, options.text_field, location)
+    replaced += decoded[options.text_field].replaced if is_raw else 0
     scores = {"replaced_characters": replaced} if replaced else {}
     return Document(text, where.source, where.place(line), scores=scores, **read_metadata(record))
 

@@ -72,7 +72,10 @@ class EngineConfig:
     def tokens_of(self, model: nn.Module) -> int:
         """Return the maximum sequence length for a model, in tokens."""
         limit = getattr(model, "position_limit", None)
+        # An encoder-decoder with relative positions (T5) has no limit; config.json still names one.
+        is_decoder = getattr(getattr(model, "traits", None), "reads", "left") == "left"
         published = getattr(getattr(model, "config", None), "max_seq_len", None)
+        published = published if is_decoder else None
         tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST, published or _LONGEST)
         if limit is not None and tokens > limit:
             raise ConfigError(

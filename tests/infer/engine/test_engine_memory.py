@@ -10,6 +10,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.engine import runtime
+from bmforge.models import T5, Llama, LlamaConfig, T5Config
 from bmforge.testing.limited_engine import ALLOWANCE, CASES, MODELS, Case, run_limited
 
 
@@ -37,3 +38,12 @@ def test_bf16_needs_at_most_six_tenths_of_the_budget_of_fp32(
             Engine(tmp_path, device_budget_bytes=1, dtype=dtype, config=config)
         least.append(int(str(caught.value).split("too small: ")[1].split()[0]))
     assert least[1] <= 0.6 * least[0], least
+
+
+def test_the_default_length_is_that_of_the_model() -> None:
+    """A decoder's max_seq_len; T5 reads longer sources, as in transformers."""
+    size = {"vocab_size": 64, "hidden_size": 32, "num_heads": 2, "num_layers": 2, "max_seq_len": 24}
+    llama = Llama.from_config(LlamaConfig(**size), device="meta")
+    t5 = T5.from_config(T5Config(**size), device="meta")
+    assert EngineConfig().tokens_of(llama) == 24
+    assert EngineConfig().tokens_of(t5) == 1024
