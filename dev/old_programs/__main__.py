@@ -136,20 +136,20 @@ def run_on_processes(
 
 def write_table(outcomes: Iterable[Outcome]) -> Iterator[str]:
     """Yield the lines of the table; programs of a repository with equal outcomes share a row."""
-    rows: dict[tuple[str, str], dict[str, tuple[set[str], dict[str, None]]]] = {}
+    rows: dict[tuple[str, str], dict[tuple[str, str], list[str]]] = {}
     for repository, program, label, processes, text in outcomes:
-        row = rows.setdefault((repository, text), {})
-        counts, labels = row.setdefault(program, (set(), {}))
-        counts.add(processes)
-        labels[label] = None
+        rows.setdefault((repository, text), {}).setdefault((program, label), []).append(processes)
     yield "| repository | programs (processes) | outcome |\n|---|---|---|"
     for (repository, text), row in rows.items():
-        parts: dict[str, list[str]] = {}
-        for program, (counts, labels) in row.items():
-            shown = ", ".join(filter(None, labels))
-            name = f"`{program}`" + (f" ({shown})" if shown else "")
-            parts.setdefault(" and ".join(sorted(counts)), []).append(name)
-        cells = [f"{', '.join(names)} ({counts})" for counts, names in parts.items()]
+        parts: dict[str, dict[str, list[str]]] = {}
+        for (program, label), counts in row.items():
+            part = parts.setdefault(" and ".join(sorted(counts)), {})
+            part.setdefault(program, []).append(label)
+        cells = []
+        for numbers, programs in parts.items():
+            labels = {name: ", ".join(filter(None, own)) for name, own in programs.items()}
+            names = [f"`{name}`" + (f" ({own})" if own else "") for name, own in labels.items()]
+            cells.append(f"{', '.join(names)} ({numbers})")
         yield f"| {repository} | {'; '.join(cells)} | {text} |"
 
 

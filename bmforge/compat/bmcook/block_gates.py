@@ -31,8 +31,8 @@ from bmforge.nn.random_init import draw_tensor_
 
 __all__ = ["OwnBlocksMethod"]
 
-# Kind of gate -> module that it scales; "" is the block.
-_PLACES = {
+# Kind of gate -> layer that it scales; "" is the block.
+_LAYERS = {
     "heads": "self_att.self_attention.attention_out",
     "features": "ffn.ffn.w_out",
     "attn": "self_att",
@@ -66,11 +66,17 @@ class OwnBlocksMethod(StructureMethod):
                 "and blocks with the submodules self_att.self_attention and ffn.ffn, which this "
                 f"{type(model).__name__} does not have. Use another mask_method."
             )
+        options = (getattr(module, "options", None) for module in model.modules())
+        if any(getattr(o, "post_layer_norm", False) for o in options):
+            raise ConfigError(
+                "mask_method='sprune' does not support post_layer_norm=True, with which a sublayer "
+                "without weights still changes the hidden states. Use another mask_method."
+            )
         self.handles = []
         self.costs = Costs({name: _count_costs(block) for name, block in blocks.items()})
         for name, block in blocks.items():
             for kind in self.config.gates:
-                if _has(block, _PLACES[kind]):
+                if _has(block, _LAYERS[kind]):
                     self.gates[name, kind] = self._attach_gate(name, block, kind)
         if is_initialized():
             sum_plain_gradients_(model)
@@ -82,19 +88,19 @@ class OwnBlocksMethod(StructureMethod):
 
     def _attach_gate(self, name: str, block: nn.Module, kind: str) -> HardConcrete:
         """Create a gate, attach it to a block as a child, and make it scale its units."""
-        place: Any = block.get_submodule(_PLACES[kind])
+        layer: Any = block.get_submodule(_LAYERS[kind])
         attention: Any = block.get_submodule("self_att.self_attention") if kind == "heads" else None
-        width = place.weight.shape[1] if kind in ("heads", "features") else 1
+        width = layer.weight.shape[1] if kind in ("heads", "features") else 1
         units = width if attention is None else int(attention.num_heads)
         gate = HardConcrete(f"{name}.{kind}", units, width).to(next(block.parameters()).device)
         note = gate.tensor_notes()["delta"]
         draw_tensor_(gate.delta, f"{name}.{kind}.delta", note, 0.0, self.config.seed)
         block.add_module(f"{kind}_gate", gate.train(block.training))
         if kind in ("heads", "features"):
-            self.handles.append(scale_input_(place, gate))
+            self.handles.append(scale_input_(layer, gate))
         else:
             hook = partial(_blend, gate)
-            self.handles.append(place.register_forward_hook(hook, with_kwargs=True))
+            self.handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         return gate
 
     def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
@@ -116,9 +122,9 @@ class OwnBlocksMethod(StructureMethod):
             assert gate.mask is not None
             block, closed = model.get_submodule(name), gate.mask == 0
             kinds = {"attn": ("heads",), "mlp": ("features",), "block": ("heads", "features")}
-            for place in (_PLACES[part] for part in kinds.get(kind, (kind,))):
-                if _has(block, place) and bool(closed.any()):
-                    _clear_(block.get_submodule(place), closed)
+            for layer in (_LAYERS[part] for part in kinds.get(kind, (kind,))):
+                if _has(block, layer) and bool(closed.any()):
+                    _clear_(block.get_submodule(layer), closed)
         self._drop_hooks()
         detach_gates_(model)
         self.gates = {}
@@ -131,11 +137,10 @@ class OwnBlocksMethod(StructureMethod):
 
 
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    places = (_PLACES["heads"], _PLACES["features"])
     return {
         name: module
         for name, module in model.named_modules()
-        if any(_has(module, place) for place in places)
+        if any(_has(module, _LAYERS[kind]) for kind in ("heads", "features"))
     }
 
 
@@ -146,11 +151,11 @@ def _has(module: nn.Module, name: str) -> bool:
 def _count_costs(block: nn.Module) -> dict[str, Half]:
     """Return the parameter counts of a block's sublayers; a norm has one vector."""
     halves = {}
-    if _has(block, _PLACES["heads"]):
+    if _has(block, _LAYERS["heads"]):
         layer: Any = block.get_submodule("self_att.self_attention")
         (width, columns), heads = layer.attention_out.weight.shape, int(layer.num_heads)
         halves["attn"] = Half(width, 4 * width * columns / heads, heads)
-    if _has(block, _PLACES["features"]):
+    if _has(block, _LAYERS["features"]):
         ffn: Any = block.get_submodule("ffn.ffn")
         width, columns = ffn.w_out.weight.shape
         halves["mlp"] = Half(width, (3 if _has(ffn, "w_in.w_1") else 2) * width, columns)

@@ -84,13 +84,13 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
 
 def _check(values: Mapping[str, Any], file: str, prefix: str = "") -> None:
     """Check the names and values of a JSON object; `prefix` is its name with a dot."""
-    known = [name.removeprefix(prefix) for name in _CHECKS if name.startswith(prefix)]
-    known = [name for name in known + [*_WITHOUT_EFFECT] * (not prefix) if "." not in name]
+    names = [name.removeprefix(prefix) for name in _CHECKS if name.startswith(prefix)]
+    names = [name for name in names + [*_WITHOUT_EFFECT] * (not prefix) if "." not in name]
     for name, value in values.items():
-        if name not in known:
+        if name not in names:
             raise ConfigError(
                 f"--ds-config {file!r}: unknown setting {prefix}{name} (known: "
-                f"{', '.join(known)}).{suggest(name, known)}"
+                f"{', '.join(names)}).{suggest(name, names)}"
             )
         if value is None or name in _WITHOUT_EFFECT:
             continue

@@ -14,7 +14,7 @@ import logging
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bmforge.compat.openprompt.data_utils.data_processor import (
     DataProcessor,
@@ -268,6 +268,13 @@ def _read_csqa(path: Path, split: str) -> Iterator[Values]:
         yield {"text_a": question.text("stem"), "meta": {"choices": choices}, "tgt_text": answer}
 
 
+def _read_chnsenticorp(path: Path, split: str) -> Iterator[Values]:
+    """Yield reviews with the names of both classes."""
+    for row in read_records(path):
+        meta = {"context": row.text("text_a"), "options": list(ChnSentiCorp.labels_mapped)}
+        yield {"text_a": "", "meta": meta, "label": row.text("label")}
+
+
 class ChnSentiCorp(FileProcessor):
     """Reads Chinese reviews (ChnSentiCorp) with the names of both classes.
 
@@ -279,13 +286,7 @@ class ChnSentiCorp(FileProcessor):
     LABELS = labels_origin = ("0", "1")
     FILE = "{split}.jsonl"
     labels_mapped = ("消极", "积极")
-
-    @staticmethod
-    def READ(path: Path, split: str) -> Iterator[Values]:  # noqa: N802
-        """Yield reviews with the names of both classes."""
-        for row in read_records(path):
-            meta = {"context": row.text("text_a"), "options": list(ChnSentiCorp.labels_mapped)}
-            yield {"text_a": "", "meta": meta, "label": row.text("label")}
+    READ: ClassVar[Reader] = staticmethod(_read_chnsenticorp)
 
 
 _WIC = _json_lines("sentence1", "sentence2", ("word",))
