@@ -222,7 +222,7 @@ def time_in_turns(
 class Ratio:
     """Speed of one side divided by the speed of another one.
 
-    `f"{ratio:.2f}"` shows the median and the interval with two digits.
+    `f"{ratio}"` shows the sides, the median and the interval, `f"{ratio:.3f}"` the last two.
 
     Attributes:
         sides: names of both sides, as "A / B"; above 1, A is faster.
@@ -235,8 +235,10 @@ class Ratio:
     low: float
     high: float
 
-    def __format__(self, digits: str) -> str:
-        median, low, high = (f"{x:{digits or '.2f'}}" for x in (self.median, self.low, self.high))
+    def __format__(self, spec: str) -> str:
+        if not spec:
+            return str(self)
+        median, low, high = (format(x, spec) for x in (self.median, self.low, self.high))
         return f"{median} ({low} to {high})"
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.data.text_extraction DATA [PART ...] [--locale /usr/share/locale]
 
-- encodings: texts in nine encodings without a declaration.
+- encodings: texts in several encodings without a declaration.
 - mojibake: repaired texts that were decoded wrongly, and sound texts that are changed.
 - languages: detected languages of 50 sentences in each of eleven languages.
 - pages: main texts of the generated pages of `web_pages.py`, with both readers.
@@ -104,7 +104,7 @@ def measure_encodings(options: argparse.Namespace) -> None:
 
 def _decode(raw: bytes) -> str:
     try:
-        return decode(raw, "a text")
+        return decode(raw, "a text").text
     except DataError as error:
         return f"error: {error}"
 

@@ -72,12 +72,14 @@ class Server:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(THREADS)}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
+        messages = []
         for line in self.process.stderr:
+            messages.append(line)
             if match := re.search(r"http://[^ ]*:(\d+)/", line):
                 self.port = int(match[1])
                 break
         else:
-            raise RuntimeError("The server did not start.")
+            raise RuntimeError(f"The server did not start:\n{''.join(messages)}")
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
 
     def post(self, connection: http.client.HTTPConnection, **body: Any) -> Any:
@@ -144,7 +146,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = str(write_model(Path(temporary) / "model", **SIZES[arguments.size]))
+        folder = str(
+            write_model(Path(temporary) / "model", max_seq_len=2 * LONG, **SIZES[arguments.size])
+        )
         print(header(THREADS, ("torch", "fastapi", "uvicorn")), "\n")
         contenders = {
             "engine": Contender(build_engine, THREADS, folder, arguments.clients, arguments.tokens),

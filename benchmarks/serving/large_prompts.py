@@ -55,6 +55,8 @@ async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int])
                 await latency_ms(client, url)
                 break
             except httpx.HTTPError:
+                if process.poll() is not None:
+                    raise RuntimeError("The server has ended. Its error is above.") from None
                 await asyncio.sleep(0.3)
         print("| endpoint | requests | status | MiB | /health before | during: median, maximum |")
         print("|---|---|---|---|---|---|")
@@ -106,7 +108,7 @@ def main() -> None:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "bmforge", "serve", options.model, "--port", str(port)]
     command += ["--name", "served", "--context", str(options.context), "--no-log-requests"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command) as process:
         try:
             asyncio.run(measure(process, f"http://127.0.0.1:{port}", options.counts))
         finally:

@@ -47,4 +47,5 @@ def test_paired_ratio():
     for bound, quantile in ((ratio.low, 0.025), (ratio.high, 0.975)):
         at = next(k for k, chance in enumerate(chances) if chance >= quantile)
         assert 2 * ordered[at - 1] <= bound <= 2 * ordered[at + 1]  # 10,000 resamples of many
-    assert f"{paired_ratio({'a': [1.0] * 3, 'b': [2.0] * 3}, 'b', 'a'):.1f}" == "0.5 (0.5 to 0.5)"
+    half = paired_ratio({"a": [1.0] * 3, "b": [2.0] * 3}, "b", "a")
+    assert f"{half}" == f"speed, b / a: {half:.2f}" == "speed, b / a: 0.50 (0.50 to 0.50)"

@@ -50,8 +50,8 @@ def write_model(folder: Path, **sizes: Any) -> Path:
     roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     settings = {**roles, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_layers": 2, **sizes}
-    config = LlamaConfig(vocab_size=len(vocabulary), max_seq_len=2048, **shape)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_layers": 2}
+    config = LlamaConfig(vocab_size=len(vocabulary), **{"max_seq_len": 2048, **shape, **sizes})
     Llama.from_config(config, seed=1).save_pretrained(folder)
     return folder
 
