@@ -36,7 +36,7 @@ def test_builder_writes_megatrons_bytes(tmp_path: Path) -> None:
     builder.end_document()
     builder.add_item([29999])
     builder.end_document()
-    with pytest.raises(ConfigError, match="the path of the token file"):
+    with pytest.raises(ConfigError, match="is not the index file of this token file"):
         builder.finalize(f"{tmp_path}/y.idx")
     builder.finalize(indexed_dataset.index_file_path(f"{tmp_path}/x"))
     assert (tmp_path / "x.bin").read_bytes().hex() == "010002000300040005002f75"

@@ -238,7 +238,7 @@ def test_shared_parts_do_not_blow_up():
         (lambda d: (d / "meta.bin").write_text("no json\n"), "line 1"),
         (lambda d: edit_meta(d, nlines=99), "99"),
         (lambda d: edit_meta(d, block_begin=1), "end at block 0"),
-        (lambda d: edit_meta(d, file_name="../part"), "plain name"),
+        (lambda d: edit_meta(d, file_name="../part"), "the name of a file"),
         (lambda d: edit_meta(d, block_size=0), "size"),
         (lambda d: flip(d / "part", 0, 0x1E), "block 0, record 0 begins with byte 0x1e"),
         (lambda d: flip(d / "part", 4, 0xFF), "block 0, record 0 extends"),

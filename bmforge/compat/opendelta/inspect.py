@@ -39,7 +39,7 @@ def ask_targets(backbone: nn.Module) -> list[str]:
     targets = [target for target in map(str.strip, answer.split(",")) if target]
     if not targets:
         raise ConfigError(
-            "interactive_modify needs targets, which are typed on the terminal. Type them, or pass "
+            "interactive_modify=True got no targets from the terminal. Type them, or pass "
             "modified_modules; `bmforge tree MODEL --html page.html` writes a page on which you "
             "select them by click."
         )

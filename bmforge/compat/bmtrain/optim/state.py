@@ -124,7 +124,7 @@ def all_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def pack_state(optimizer: torch.optim.Optimizer, gather: bool) -> State:
-    """Return a `state_dict` of plain tensors: local shards, or with `gather` full tensors.
+    """Return a `state_dict` of ordinary tensors: local shards, or with `gather` full tensors.
 
     Raises:
         ConfigError: `gather` is set and the model has a pipeline.

@@ -30,7 +30,7 @@ __all__ = ["TextModel", "GPT2", "OPT", "GPTj", "Llama", "CPM2", "T5"]
 
 
 class TextModel(BaseModel):
-    """Base class of models with one text input: causal decoders, unless a subclass overrides it.
+    """Base class of models with one text input: by default, causal decoders.
 
     Attributes:
         own_inputs: further arguments of `forward` that `_run` takes.
