@@ -201,7 +201,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Prune units, unless an attention or MLP that must remain would lose its last units."""
+    """Prune units, except the last ones of an attention or MLP sublayer that must be kept."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
