@@ -43,7 +43,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     if given_names := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
             f"gates cannot determine {', '.join(given_names)} (supported: num_heads, num_kv_heads, "
-            "head_dim, intermediate_size, and hidden_size with 'hidden'). Prune these sizes "
+            "head_dim, intermediate_size; hidden_size if gates has 'hidden'). Prune these sizes "
             "without gates (gates=())."
         )
     shares: dict[tuple[str, str], float] = {}
