@@ -142,7 +142,7 @@ def read_bytes(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"cannot read {str(path)!r} ({error.strerror}). The path must be that of {what}."
+            f"cannot read {str(path)!r} ({error.strerror}). Pass the path of {what}."
         ) from error
 
 

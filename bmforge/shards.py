@@ -3,7 +3,7 @@
 Initialization, loading and checkpointing all need to know which rectangular region (box) of the
 global tensor a rank holds, and where its values are. A box is one (offset, length) pair per tensor
 dim; the box of a tensor that is not a DTensor is the whole tensor. Values are in the tensor's own
-memory or in another storage (`Source`).
+memory or in a different storage (`Source`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """The local values of a tensor, in its own memory or in another storage.
+    """The local values of a tensor, in its own memory or in a different storage.
 
     Args:
         pattern: tensor that defines shape and sharding, and has the values if there is no keeper.

@@ -232,11 +232,11 @@ METHODS: Mapping[str, LossMethod] = {
 
 
 def preference_loss(name: str, scores: PairScores, options: MethodOptions) -> Tensor:
-    """Return the loss of every pair, without the negative log-likelihood.
+    """Return the preference loss of every pair, without the NLL term on the chosen answer.
 
     Args:
-        name: a key of `METHODS` for pairs.
-        scores: scores of the pairs.
+        name: pairwise method, a key of `METHODS`.
+        scores: log-probabilities of the chosen and rejected answers.
         options: coefficients.
 
     Raises:

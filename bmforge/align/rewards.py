@@ -259,7 +259,7 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sources."""
+        """Names of the reward functions."""
         return list(self._sources)
 
     def score(self, batch: Mapping[str, Any]) -> dict[str, Rewards]:

@@ -24,7 +24,7 @@ class RolloutAnswer:
     Args:
         prompt: index of the answer's prompt in the order of the run.
         prompt_ids: token ids of the prompt.
-        ids: token ids of the answer, including the end token.
+        ids: token ids of the answer, including the EOS token.
         text: text of the answer.
         sampler: log-probability of each token under the policy that sampled it.
         finish_reason: reason why the answer ended.

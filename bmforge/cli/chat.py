@@ -83,7 +83,7 @@ def talk(
 
 
 class ThoughtFilter:
-    """Removes ``<think>...</think>`` from text that arrives in pieces.
+    """Removes ``<think>...</think>`` from text that arrives in chunks.
 
     Args:
         is_inside: whether the text begins inside a thought because the prompt ends with
@@ -94,7 +94,7 @@ class ThoughtFilter:
         self._is_inside, self._held = is_inside, ""
 
     def add(self, piece: str) -> str:
-        """Add a piece of text; return the text that can be shown now."""
+        """Add a chunk of text; return the text that can be shown now."""
         self._held += piece
         shown = ""
         while True:

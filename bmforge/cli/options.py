@@ -53,7 +53,7 @@ class GenerateCommand:
             they are printed with their answers.
         max_new_tokens: maximum number of new tokens; with documents, per answer. --max-tokens is
             the same option.
-        min_new_tokens: minimum number of new tokens before an end token.
+        min_new_tokens: minimum number of new tokens before an EOS token.
         num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
             CPM-Bee).
         length_penalty: exponent of the length by which beam scores are divided (if None: 1).

@@ -68,7 +68,7 @@ def read_names(text: str) -> Table:
     A line that ends with a backslash continues on the next one.
 
     Raises:
-        ConfigError: a line has another format, or a name occurs twice.
+        ConfigError: a line has a different format, or a name occurs twice.
     """
     table: dict[str, list[Row]] = {}
     seen: set[str] = set()

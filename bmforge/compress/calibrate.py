@@ -246,7 +246,7 @@ class _Inputs:
 
 
 def _split(run: BlockRun, size: Callable[[Matrix], int]) -> list[list[Matrix]]:
-    """Split a block's matrices into groups whose statistics fit in memory, in reverse order."""
+    """Split a block's matrices into groups that fit in the memory limit, last layers first."""
     groups: dict[str, list[Matrix]] = {}
     assigned: set[str] = set()
     inputs = _Inputs()

@@ -1,4 +1,4 @@
-"""Prepares a corpus on many machines with datatrove; converts filters to and from datatrove.
+"""Prepares a corpus on many machines with datatrove; converts filters to and from datatrove's.
 
 The shards of a stage are distributed over the tasks of a datatrove run; each task writes its
 results into the folder of the stage. After each such run, one process adds the results to the
@@ -320,7 +320,7 @@ def _read_done(folder: Path, number: int, key: str) -> Any | None:
 
 
 def make_step(filter: Any) -> DocumentStage:
-    """Convert a datatrove filter to a step of `prepare`.
+    """Convert a datatrove filter into a step of `prepare`.
 
     Args:
         filter: object with a method ``filter`` that returns True to keep a document, or a pair
@@ -350,7 +350,8 @@ class _Filter:
 
 
 def make_filter(rules: str = "mixed") -> Callable[..., Iterator[Any]]:
-    """Convert filter rules to a pipeline step for datatrove; drop reasons are not recorded.
+    """Convert filter rules into a pipeline step for datatrove; the reasons for dropping are not
+    recorded.
 
     Args:
         rules: ``"english"``, ``"chinese"`` or ``"mixed"``.

@@ -36,7 +36,7 @@ class Conversation:
         tokenizer: the model's tokenizer.
         template: chat template that renders the messages; None means the default template (``Role:
             text`` lines).
-        options: generation options of the answers; end tokens are taken from the tokenizer and
+        options: generation options of the answers; EOS tokens are taken from the tokenizer and
             the template. Answers are cut at the model's maximum length.
         system: system message.
         limit: maximum length of the conversation in tokens, including the answer; None means the
@@ -83,7 +83,7 @@ class Conversation:
 
         Args:
             text: the user's message.
-            on_text: called with each piece of the answer while it is generated; not called with a
+            on_text: called with each chunk of the answer while it is generated; not called with a
                 beam search or an encoder-decoder, whose answers are complete only at the end.
 
         Raises:
@@ -146,7 +146,7 @@ class Conversation:
         self._num_dropped = count
 
     def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
-        """Generate the answer to a prompt, passing pieces of its text to `on_text`."""
+        """Generate the answer to a prompt, passing chunks of its text to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
         stops: dict[str, Any] = {"eos_token_id": tuple(ends)} if ends else {}
@@ -212,7 +212,7 @@ def encode_messages(
 
 
 def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
-    """Return the tokens that end an answer: the model's end tokens and the template's end mark.
+    """Return the tokens that end an answer: the model's EOS tokens and the template's end mark.
 
     Args:
         model: model that generates text, except EVA and CPM-Bee.

@@ -1,4 +1,4 @@
-"""Finds a model's end tokens and hidden tokens; used by all functions that generate text."""
+"""Finds a model's EOS tokens and hidden tokens; used by all functions that generate text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["find_end_tokens", "find_hidden_tokens"]
 
 
 def find_end_tokens(config: ModelConfig, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the ids of the model's end tokens, in order and without duplicates.
+    """Return the ids of the model's EOS tokens, in order and without duplicates.
 
     They are ``eos_token_id`` of generation_config.json and of config.json, and the tokenizer's end
     token. Llama 3 Instruct, for example, has three in its config and one in its tokenizer.

@@ -54,7 +54,7 @@ def generate(
         model: decoder or encoder-decoder of `bmforge.models`.
         input_ids: prompts, padded on the left; for an encoder-decoder the sources, padded anywhere.
         attention_mask: 1 for tokens, 0 for padding; if None, `pad_token_id` marks the padding,
-            unless it is also an end token.
+            unless it is also an EOS token.
         config: generation options; default `GenerationConfig()`.
         on_token: called with the (B,) tokens of every step as they are chosen (not in beam search).
         adapter_names: adapter name of each prompt; None in the list means the base model.

@@ -40,8 +40,8 @@ _DRAWN = ("temperature", "top_k", "top_p")
 class ChatPrompt(str):
     """A context that a chat template rendered.
 
-    The template itself writes the begin token if the model expects one. As in transformers'
-    ``apply_chat_template``, the tokenizer therefore adds no second begin token.
+    The template itself writes the BOS token if the model expects one. As in transformers'
+    ``apply_chat_template``, the tokenizer therefore adds no second BOS token.
     """
 
     __slots__ = ()
@@ -133,7 +133,7 @@ class TextModel:
         return [] if isinstance(context, ChatPrompt) else list(self.tokenizer.prompt_prefix)
 
     def _begin(self) -> list[int]:
-        """Return the token that starts a text: the begin token or, without one, the end token."""
+        """Return the token that starts a text: the BOS token or, without one, the EOS token."""
         first = self.tokenizer.bos_id
         first = self.tokenizer.eos_id if first is None else first
         if first is None:

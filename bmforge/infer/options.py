@@ -22,7 +22,7 @@ class GenerationConfig:
 
     Args:
         max_new_tokens: maximum number of generated tokens.
-        min_new_tokens: minimum number of generated tokens before an end token.
+        min_new_tokens: minimum number of generated tokens before an EOS token.
         do_sample: sample instead of greedy decoding.
         temperature: divisor of the logits before sampling; 0 means greedy decoding, without the
             other sampling options.
@@ -48,10 +48,10 @@ class GenerationConfig:
         early_stopping: end of a beam search. False: by a heuristic; True: as soon as `num_beams`
             beams are finished; "never": only when no better beam is possible.
         num_return_sequences: number of continuations per prompt, in adjacent rows.
-        eos_token_id: one or several end tokens; None means those in config.json, () means no end
+        eos_token_id: one or several EOS tokens; None means those in config.json, () means no end
             token.
         pad_token_id: padding token of sequences that ended early; None means the one in config.json
-            or, without one, the first end token.
+            or, without one, the first EOS token.
         stop_strings: strings before which the text ends; only for requests to an engine, which
             decodes text.
         logprobs: number of most likely tokens whose log-probabilities are returned with that of

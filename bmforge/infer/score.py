@@ -203,7 +203,7 @@ def roll_windows(ids: Sequence[int], begin: Sequence[int], longest: int) -> Iter
 
     Args:
         ids: token ids of the text.
-        begin: begin token, or empty.
+        begin: BOS token, or empty.
         longest: window length in tokens, at least 2.
     """
     text, at = [*begin, *ids], 1
@@ -225,7 +225,7 @@ def write_answers(
     """Return the model's greedy answer to every prompt, the same on every process.
 
     Every process generates all `max_new_tokens`, because all processes of a sharded model must run
-    equally many steps; the caller drops the tokens after an end token.
+    the same number of steps; the caller drops the tokens after an EOS token.
     """
 
     apart = model.traits.reads == "apart"
@@ -241,13 +241,12 @@ def write_answers(
 def collect_rows(
     model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
 ) -> Tensor:
-    """Compute results, divided over the processes, and return all of them as a float64 tensor.
+    """Evaluate inputs in batches, divided over the data-parallel ranks; return a float64 tensor.
 
     Args:
         model: model in any parallel layout.
         count: number of inputs.
-        read: function that computes the results of the inputs with the given indices, (inputs,
-            ...).
+        read: function from indices to the outputs for these inputs, (len(indices), ...).
         size: number of inputs per batch.
         rows: data-parallel size and rank of this process.
 
@@ -273,7 +272,7 @@ def collect_rows(
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
     """Yield the input indices of this process's batches.
 
-    All processes have equally many batches.
+    All processes have the same number of batches.
     """
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))

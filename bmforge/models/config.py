@@ -148,7 +148,7 @@ class ModelConfig:
         return {name: value for name, value in self.raw.items() if name in names}
 
     def find_unlike(self, needed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-        """Return an error text for each value that config.json cannot express.
+        """Return an error message for each value that config.json cannot express.
 
         Args:
             needed: mapping from field name (or text ending with one) to (value, supported value).
@@ -297,7 +297,7 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
     def with_vocab_size(self, size: int) -> Self:
-        """Return a copy with another vocabulary size."""
+        """Return a copy with a different vocabulary size."""
         return self.replace(vocab_size=size)
 
     def with_implied(self) -> Self:

@@ -88,7 +88,7 @@ class CPMAntConfig(CPMLiveConfig):
         return not self.folded
 
     def problems(self) -> list[str]:
-        """Return an error text for each inconsistency among the fields."""
+        """Return an error message for each inconsistency among the fields."""
         problems = super().problems()
         if not 0 <= self.task_id < self.prompt_types:
             problems.append(

@@ -91,7 +91,7 @@ class CPMBeeConfig(CPMLiveConfig):
         return live or raw.get("model_type") in cls.model_types
 
     def problems(self) -> list[str]:
-        """Return an error text for each inconsistency among the fields."""
+        """Return an error message for each inconsistency among the fields."""
         problems = super().problems()
         if self.hidden_size % 2:
             problems.append(

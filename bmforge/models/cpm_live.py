@@ -124,7 +124,7 @@ class CPMLiveConfig(ModelConfig):
             raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     def problems(self) -> list[str]:
-        """Return an error text for each inconsistency among the fields."""
+        """Return an error message for each inconsistency among the fields."""
         problems = []
         if len(self.mask_modules) not in (0, self.num_layers):
             problems.append(

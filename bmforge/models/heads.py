@@ -231,7 +231,7 @@ def pick_states(x: Tensor, last: int | None, logits_at: Tensor | None) -> Tensor
         x: (B, T, D); logits_at: (B, M); returns (B, T, D), (B, last, D) or (B, M, D)
 
     Raises:
-        ShapeError: both `last` and `logits_at` are set, or `logits_at` has another shape.
+        ShapeError: both `last` and `logits_at` are set, or `logits_at` has a different shape.
     """
     if logits_at is None:
         return x if last is None else x[:, -last:]

@@ -138,7 +138,9 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def stored_spec(self, tensor_name: str) -> QuantSpec | None:
-        """Return the QuantSpec of a tensor stored as integers; None if stored in another way."""
+        """Return the QuantSpec of a tensor stored as integers; None if stored in a different
+        way.
+        """
         rules = self._rules.get(tensor_name, ())
         if any(rule.transpose or rule.rows is not None for rule, _ in rules):
             return None

@@ -158,7 +158,7 @@ def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
 
 
 def _rescale(scale: float, before: int, after: int) -> float:
-    """Return a scale proportional to 1/sqrt(width) for another width; a scale of 1 is kept."""
+    """Return a scale proportional to 1/sqrt(width) for a different width; a scale of 1 is kept."""
     return scale if scale == 1.0 else scale * math.sqrt(before / after)
 
 

@@ -117,7 +117,7 @@ def needs_bmforge(model: Any) -> bool:
     """Return True if the model has changes, so that only bmforge builds it from its config.
 
     An MLP that is split into experts does not count, because its saved tensors are those of the
-    dense model, in another order.
+    dense model, in a different order.
     """
     return bool(_changes_of(model))
 

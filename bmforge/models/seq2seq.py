@@ -279,7 +279,7 @@ class Seq2Seq(Model):
         num_items: float | Tensor | None,
         ends_of: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify every token or, with ids `ends_of`, each sequence by its last end token."""
+        """Classify every token or, with ids `ends_of`, each sequence by its last EOS token."""
         x = out.last_hidden_state
         assert x is not None
         if self.config.head == "sequence_classification":
@@ -313,7 +313,7 @@ def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:
 
 
 def find_last_end(input_ids: Tensor, end: int) -> Tensor:
-    """Return (B,): the index of the last end token of every sequence.
+    """Return (B,): the index of the last EOS token of every sequence.
 
     Raises:
         ShapeError: a sequence has no end token.

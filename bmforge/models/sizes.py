@@ -245,7 +245,7 @@ class LayerSizes:
 
 
 def _nearest_experts(width: int, sizes: Sizes) -> str:
-    """Return an error text with the nearest number of experts that divides the MLP evenly."""
+    """Return an error message with the nearest number of experts that divides the MLP evenly."""
     remaining, count = width - (sizes.shared_size or 0), sizes.num_experts or 1
     fits = sorted(
         (n for n in range(1, remaining + 1) if remaining % n == 0), key=lambda n: abs(n - count)

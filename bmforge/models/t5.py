@@ -1,6 +1,6 @@
 """T5, T5 1.1, Flan-T5 (Raffel et al. 2020; Shazeer 2020; Chung et al. 2022), mT5 and Mengzi.
 
-mT5 (Xue et al. 2021) is T5 1.1 with another vocabulary; its published `model_type` is "mt5".
+mT5 (Xue et al. 2021) is T5 1.1 with a different vocabulary; its published `model_type` is "mt5".
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class Traits:
             distance): no maximum, trained up to max_seq_len; "relative": bucketed distances.
         has_images: True if the input is pixels instead of tokens.
         sentinel: format of the tokens that mark masked spans, with {} for the span's index.
-        ends_inside: True if the end token is part of the text in which spans are masked; if
+        ends_inside: True if the EOS token is part of the text in which spans are masked; if
             False, it is appended to source and target.
-        marks_between: number of end tokens between two texts in one sequence.
+        marks_between: number of EOS tokens between two texts in one sequence.
         tokenizer: name of the family's tokenizer class, if its texts need that class's special
             tokens.
         writes: True if the model has a head that generates text.

@@ -259,7 +259,8 @@ class ViT(Model):
             pixel_values: images from the model's image processor.
             labels: labels as in `classification_loss`; if passed, the loss is also returned.
             num_items_in_batch: divisor of the summed loss; if None, the loss is the mean.
-            interpolate_pos_encoding: interpolate position embeddings for images of another size.
+            interpolate_pos_encoding: interpolate position embeddings for images of a different
+                size.
             output_hidden_states: return the outputs of embedding and layers, before `norm`.
             attention_mask: 1 for tokens (class token, then patches) that may be attended to.
 
@@ -268,8 +269,8 @@ class ViT(Model):
             attention_mask: (B, 1 + patches)
 
         Raises:
-            ShapeError: the images have another size or number of channels, or the mask has
-                another length.
+            ShapeError: the images have a different size or number of channels, or the mask has a
+                different length.
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
         span = span_of(self.layers)
@@ -330,7 +331,9 @@ class ViT(Model):
         return F.dropout(x, dropout, self.training) if dropout else x
 
     def _stretch_positions(self, height: int, width: int) -> Tensor:
-        """Return the position embeddings, bicubically interpolated to images of another size."""
+        """Return the position embeddings, bicubically interpolated to images of a different
+        size.
+        """
         config = self.config
         if height == width and height // config.patch_size == config.grid_size:
             return self.embed_positions

@@ -32,6 +32,6 @@ class XLMRobertaConfig(RobertaConfig):
 
 
 class XLMRoberta(Roberta):
-    """XLM-RoBERTa: RoBERTa with another vocabulary."""
+    """XLM-RoBERTa: RoBERTa with a different vocabulary."""
 
     config_class = XLMRobertaConfig

@@ -134,7 +134,7 @@ def out_width(name: str, module: Any) -> int:
     layers and MLPs.
 
     Raises:
-        ConfigError: the module is of another kind.
+        ConfigError: the module is of a different kind.
     """
     sizes = linear_sizes(module)
     if sizes is not None:

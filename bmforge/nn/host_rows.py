@@ -76,7 +76,9 @@ def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
 
 
 def _are_alike(*tensors: Tensor) -> bool:
-    """Return True for tensors of one supported dtype, large enough for the kernels."""
+    """Return True if all tensors have the same supported dtype and are large enough for the
+    kernels.
+    """
     dtype = tensors[0].dtype
     is_worth = dtype in _DTYPES and tensors[0].numel() >= FEWEST_VALUES
     return is_worth and all(x.dtype == dtype for x in tensors)

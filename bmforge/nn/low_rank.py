@@ -115,7 +115,7 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
         options: see `LowRankOptions`.
 
     Raises:
-        ConfigError: the module is of another kind, or does not support the options.
+        ConfigError: the module is of a different kind, or does not support the options.
     """
     options = options.of(name)
     if isinstance(module, nn.Embedding):

@@ -94,8 +94,8 @@ class MoESpec:
             )
         if self.swiglu_limit is not None and not (self.gated and self.swiglu_limit > 0):
             raise ConfigError(
-                f"swiglu_limit={self.swiglu_limit} must be above 0, with gated=True. Use None for "
-                "no limit."
+                f"swiglu_limit={self.swiglu_limit} must be positive and needs gated=True. "
+                "Use None for no limit."
             )
         if self.choice == "balanced" and self.experts_per_token != 1:
             raise ConfigError(

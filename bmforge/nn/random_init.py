@@ -23,13 +23,13 @@ _BLOCK_ELEMENTS = 1 << 16
 
 
 def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
-    """Initialize this rank's shard of a tensor of an adapter or replacement.
+    """Initialize this rank's shard of a parameter of an adapter or a replaced layer.
 
     Args:
         tensor: tensor to fill.
         name: full parameter name, which seeds the generator.
-        note: initialization and sharding of the tensor.
-        std: standard deviation of the source tensor, if the tensor is derived.
+        note: initialization method and sharding of the parameter.
+        std: standard deviation of the base parameter, for a parameter that is derived from one.
         seed: random seed of the initialization.
     """
     draw = note.draw
@@ -75,7 +75,7 @@ def draw_normal_(
         name: parameter name, which seeds the generator together with `seed`.
         std: standard deviation.
         seed: random seed of the initialization.
-        derived: source of a tensor that is computed from samples of another shape; if None, the
+        derived: source of a tensor that is computed from samples of a different shape; if None, the
             tensor consists of the samples.
     """
     box = local_box(tensor)

@@ -103,7 +103,7 @@ def linear_answers(
         labels: (M,); returns a scalar in fp32 or wider
 
     Raises:
-        ShapeError: the teacher's predictions are for another number of tokens.
+        ShapeError: the teacher's predictions are for a different number of tokens.
     """
     if answers.ids.shape[0] != student.hidden.shape[0]:
         raise ShapeError(

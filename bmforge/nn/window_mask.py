@@ -69,7 +69,7 @@ def build_window_mask(
         attention_mask, global_mask, document_ids: (B, T)
 
     Raises:
-        ShapeError: a mask has another shape, or there are more than `max_global_tokens`.
+        ShapeError: a mask has a different shape, or there are more than `max_global_tokens`.
     """
     masks = {
         "attention_mask": attention_mask,
@@ -164,7 +164,9 @@ def _allow_in_blocks(p: _MaskInputs) -> Tensor:
     span = p.block + 2 * p.reach
 
     def cut(flags: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Return each block's query flags, (B, blocks, block), and key flags, (B, blocks, span)."""
+        """Split per-token flags by query block, (B, blocks, block), and by its keys, (B, blocks,
+        span).
+        """
         own = F.pad(flags, (0, padding), value=fill)
         wide = F.pad(own, (p.reach, p.reach), value=fill)
         return own.unflatten(1, (-1, p.block)), wide.unfold(1, span, p.block)

@@ -232,7 +232,7 @@ def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
 
 
 def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return an error text for each tied parameter whose modules are in different units."""
+    """Return an error message for each tied parameter whose modules are in different units."""
     gathered = {unit.name for unit in units if unit.is_gathered}
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}

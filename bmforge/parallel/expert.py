@@ -151,7 +151,7 @@ def _run_foreign_far(
 
     Args:
         experts: module with this process's experts.
-        group: process group, with equally many experts per process.
+        group: process group, with the same number of experts per process.
         count: number of experts of all processes.
         inner: replaced forward, which is not called.
         hidden_states, top_k_index, top_k_weights: arguments of transformers' experts.

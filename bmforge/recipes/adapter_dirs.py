@@ -106,7 +106,7 @@ def merge_adapter(
 
     Raises:
         CheckpointError: `out` is not empty, or the adapter does not fit the base or was trained on
-            another base.
+            a different base.
         ConfigError: the name is not an adapter, or its base is not found or quantized.
     """
     target = Path(out)

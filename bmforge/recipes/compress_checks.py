@@ -206,9 +206,9 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
     ]
     if any(width % step for width in widths) and not all(selections):
         raise ConfigError(
-            f"{cause} needs layer sizes that are multiples of {step}, but structure removes heads "
-            f"of {min(widths)} channels. List the layers in `where`, without o_proj, or use a "
-            "scheme with smaller groups."
+            f"{cause} needs layer sizes divisible by {step}, but structure prunes heads of "
+            f"{min(widths)} channels. Set `where` of quantize and prune to the layers other than "
+            "o_proj, or use a scheme with smaller groups."
         )
 
 

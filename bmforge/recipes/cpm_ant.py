@@ -42,7 +42,7 @@ class AntConfig(RunConfig):
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
-            prompt, the text, and its begin and end tokens.
+            prompt, the text, and its BOS and EOS tokens.
         mlm_ratio: fraction of texts with masked tokens at random positions; in the other texts, the
             last tokens are masked.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
@@ -77,7 +77,7 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
     """Mask some tokens of a text; return the model inputs and labels of the example.
 
     Args:
-        ids: token ids of the text with its begin and end tokens; at least 2.
+        ids: token ids of the text with its BOS and EOS tokens; at least 2.
         task: "mlm" masks random tokens except the first, "lm" the last tokens; their number is
             uniformly distributed between 1 and all but the first token.
         seed: random seed of the masked positions.

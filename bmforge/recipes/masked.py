@@ -37,7 +37,7 @@ class MaskedConfig(RunConfig):
 
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
-            text and its begin and end tokens.
+            text and its BOS and EOS tokens.
         mask_ratio: fraction of the tokens that are predicted.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
@@ -85,7 +85,7 @@ def mask_tokens(
 
 
 class _MaskedExamples:
-    """Masked texts with begin and end tokens, as an `ExampleSource`."""
+    """Masked texts with BOS and EOS tokens, as an `ExampleSource`."""
 
     def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
         self._pieces, self._ratio, self._size = pieces, config.mask_ratio, len(tokenizer)

@@ -130,7 +130,7 @@ def _encode_results(
         template: chat template of the run.
         stops: token ids that end an answer.
         results: messages with the results of the calls.
-        last: last token id of the answer; an end token is not repeated.
+        last: last token id of the answer; an EOS token is not repeated.
     """
     safe = [{**m, "content": tokenizer.escape_specials(m["content"])} for m in results]
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]

@@ -172,7 +172,7 @@ class TrainingData:
         loader: iterator over the micro-batches of every step.
         row_tokens: length of a training sequence in tokens, to compute the FLOPs of attention.
         held_out: dict from name of a held-out data set to a function that returns this process's
-            batches of one epoch; every process gets equally many batches.
+            batches of one epoch; every process gets the same number of batches.
         objective: loss function.
         save_tokenizer: function that writes the tokenizer to the export.
         special_ids: fields of the export's config.json for tokens and classes, such as

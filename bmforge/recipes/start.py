@@ -144,7 +144,7 @@ def read_changes(option: str) -> tuple[Change, ...]:
             kind, where and options.
 
     Raises:
-        ConfigError: the file is missing, or the JSON has another structure.
+        ConfigError: the file is missing, or the JSON has a different structure.
     """
     text = option
     if not option.lstrip().startswith(("[", "{")):

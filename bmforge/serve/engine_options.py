@@ -157,7 +157,7 @@ def to_options(
         body: request body.
         engine: engine with the tokenizer.
         max_new_tokens: maximum length of each answer.
-        ends: end tokens; None for the engine's default.
+        ends: EOS tokens; None for the engine's default.
         top_logprobs: number of top log-probabilities per token; None for no log-probabilities.
         stops: stop strings in addition to those of the request.
 

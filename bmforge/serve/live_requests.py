@@ -66,11 +66,13 @@ class LiveRequest:
             handle.watch(partial(self._wake, loop, number))
 
     def _wake(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Notify the event loop of new pieces; called by the engine's thread."""
+        """Notify the event loop of new output; called by the engine's thread."""
         loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
-        """Fetch new pieces immediately, so that the size of unread text includes all of them."""
+        """Move new output of a prompt into the buffer, so that the limit on unread text counts
+        it.
+        """
         try:
             pieces = self.handles[number].take()
         except Exception as error:

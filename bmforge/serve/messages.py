@@ -174,7 +174,7 @@ class _BlockEvents:
         self._count = 0
 
     def feed(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the stream events for the next piece of the answer."""
+        """Yield the stream events for the next chunk of the answer."""
         kind, text = "text", part if isinstance(part, str) else ""
         if isinstance(part, Thought):
             kind, text = "thinking", part.text

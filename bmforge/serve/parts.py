@@ -82,7 +82,7 @@ class JoinedAnswer:
 
     @classmethod
     def join(cls, parts: Iterable[Part]) -> JoinedAnswer:
-        """Join the streamed pieces of an answer."""
+        """Join the streamed chunks of an answer."""
         text, thoughts = "", ""
         calls: list[GeneratedToolCall] = []
         for part in parts:

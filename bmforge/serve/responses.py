@@ -145,7 +145,7 @@ class Items:
         self._item: dict[str, Any] = {}
 
     def feed(self, part: Part) -> Iterator[Event]:
-        """Yield the stream events for the next piece of the answer."""
+        """Yield the stream events for the next chunk of the answer."""
         if isinstance(part, CallPiece):
             kind, text = "function_call", part.text
         elif isinstance(part, CallStart):

@@ -101,7 +101,7 @@ class VerbalizerSuite:
         assert any(bool(p.grad.any()) for p in classifier.model.parameters() if p.grad is not None)
 
     def test_another_number_of_masks_is_refused(self) -> None:
-        """A template with another number of masks raises an error."""
+        """A template with a different number of masks raises an error."""
         classifier = self.opened()
         text = classifier.template.text + '{"mask"}'
         template = Template(text, _LETTERS, open_tiny("masked"))

@@ -31,7 +31,7 @@ _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
 class CPM2Tokenizer(Tokenizer):
-    """Tokenizer of CPM-2: jieba splits text into words, which are split into the longest pieces.
+    """Tokenizer of CPM-2: jieba splits text into words, which are split by longest match.
 
     If the vocabulary has ``##`` pieces (2.1), they are used inside of words, and a space between
     two tokens without Chinese characters is not encoded. Decoding inserts a space between any two

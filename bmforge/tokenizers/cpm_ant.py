@@ -1,4 +1,6 @@
-"""Tokenizers of CPM-Ant (word segmentation, then longest pieces) and CPM-Ant+ (only pieces)."""
+"""Tokenizers of CPM-Ant (word segmentation, then longest match) and CPM-Ant+ (longest match
+only).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
 class CPMAntTokenizer(Tokenizer):
-    """Tokenizer of CPM-Ant: jieba splits text into words, which are split into the longest pieces.
+    """Tokenizer of CPM-Ant: jieba splits text into words, which are split by longest match.
 
     Decoding restores the text exactly if the vocabulary can represent it. The name of a special
     token in the text, such as ``<s>``, is encoded as characters, as in the original.
@@ -110,7 +112,7 @@ class CPMAntTokenizer(Tokenizer):
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
-    """Tokenizer of CPM-Ant+: splits text into the longest pieces, without word segmentation.
+    """Tokenizer of CPM-Ant+: splits text by longest match, without word segmentation.
 
     Text that the vocabulary cannot represent is dropped, as in the original.
 

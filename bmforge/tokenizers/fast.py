@@ -251,9 +251,10 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
-        """Tokenizer that encodes names of special tokens as characters.
+        """Tokenizer that encodes special-token strings in the input as ordinary text.
 
-        In a unigram model, these names are pieces, which are renamed so that no text matches them.
+        A unigram vocabulary contains these strings as pieces; they are renamed so that no text
+        matches.
         """
         settings = json.loads(self._content)
         model = settings["model"]

@@ -141,7 +141,7 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     )
     name = next(names, None)
     if name is None:
-        raise _unsupported(f"the tokenizer's pattern for splitting text, {splits or 'GPT-2'!r}")
+        raise _unsupported(f"the tokenizer's pre-tokenizer pattern {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
     if not merges:
         raise _unsupported("a byte-level BPE tokenizer without merges")

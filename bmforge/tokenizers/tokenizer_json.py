@@ -266,7 +266,7 @@ def _damaged(paths: list[str], error: Exception) -> DataError:
 def add_begin_and_end_(
     tokenizer: Any, roles: Mapping[str, str], settings: Mapping[str, Any]
 ) -> None:
-    """Set a post-processor that adds the begin and end tokens that `settings` require.
+    """Set a post-processor that adds the BOS and EOS tokens that `settings` require.
 
     transformers ignores `add_bos_token` in tokenizer_config.json for a tokenizer without a class of
     its own. A tokenizer that already has a post-processor does not change.

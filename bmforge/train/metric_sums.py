@@ -59,12 +59,11 @@ class MetricSums:
 
         Args:
             mesh: mesh of the model.
-            device: device of the collectives.
-            axes: mesh axes whose ranks have different values; along the other axes, values are
-                equal.
+            device: device on which the collectives run.
+            axes: mesh axes over which the values differ and are reduced.
 
-        Comm: an all-reduce of two numbers per mean and sum, and one of a number per maximum or
-        minimum.
+        Comm: one all-reduce with two numbers per mean or sum, and one with one number per maximum
+            or minimum.
         """
         result: dict[str, float] = {}
         if self._added:

@@ -119,7 +119,8 @@ def check_precision(model: nn.Module, precision: str) -> None:
     """Raise an error if the model's precision differs from that of the training loop.
 
     Raises:
-        ConfigError: the model was parallelized with another precision, or not parallelized at all.
+        ConfigError: the model was parallelized with a different precision, or not parallelized at
+            all.
     """
     record = laid_out(model)
     model_precision = None if record is None else record.precision

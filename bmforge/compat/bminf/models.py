@@ -129,7 +129,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return its text, and True if an end token was generated."""
+        """Generate a continuation; return its text, and True if an EOS token was generated."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -164,7 +164,7 @@ class CPM1(_Model):
             temperature: sampling temperature.
             frequency_penalty: score penalty per earlier occurrence of a token.
             presence_penalty: score penalty for tokens that occurred before.
-            stop_tokens: further end tokens.
+            stop_tokens: further EOS tokens.
 
         Returns:
             The new text, and True if the text is finished or the maximum sequence length is
@@ -279,7 +279,7 @@ class CPM2(_Model):
 
 
 class EVA(_Model):
-    """EVA model, which answers in dialogues."""
+    """EVA dialogue model, with BMInf's interface."""
 
     family, latest = "EVA", "eva-int8-new"
 

@@ -81,7 +81,9 @@ class LoweredDecoder(_Lowered, Decoder):
 
 
 class LoweredSeq2Seq(_Lowered, Seq2SeqDecoder):
-    """Encoder-decoder with penalties, which also apply to the tokens of the source."""
+    """Encoder-decoder with frequency and presence penalties, which also count tokens of the
+    source.
+    """
 
     def __init__(self, model: Any, source: Tensor, *args: Any, **options: Any) -> None:
         super().__init__(model, source, *args, seen=source, **options)

@@ -259,7 +259,7 @@ def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:
     """Wrap modules in blocks; the same module may occur twice, the same block may not.
 
     Raises:
-        BlockError: a block occurs twice or has another mode.
+        BlockError: a block occurs twice or has a different mode.
     """
     blocks: list[Block] = []
     for index, module in enumerate(modules):

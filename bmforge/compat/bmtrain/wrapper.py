@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
-    """Distribute an ordinary model, such as one of Hugging Face, in place; return the model.
+    """Shard an ordinary model, such as a Hugging Face model, in place; return the model.
 
     Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Tied parameters
     stay tied; a layer that shares a parameter with another module is gathered module by module. A

@@ -60,7 +60,7 @@ class _Generation:
         )
 
     def finish(self, ids: list[int], config: GenerationConfig) -> str:
-        """Decode the generated ids before the first end token."""
+        """Decode the generated ids before the first EOS token."""
         ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
         answer = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
         return str(self.tokenizer.decode(answer))

@@ -1,4 +1,6 @@
-"""ModelCenter's module `utils`."""
+"""Replacement for ModelCenter's `utils`: inspects parameters, and finds or downloads
+checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class PromptDataLoader:
         batch_size, shuffle, drop_last: as in torch's DataLoader.
         teacher_forcing: include the target texts.
         decoder_max_length: maximum target length in tokens; -1 for no limit.
-        predict_eos_token: append the end token to targets.
+        predict_eos_token: append the EOS token to targets.
         truncate_method: "tail" (removes the end), "head" (the beginning) or "balanced".
         options: further arguments of OpenPrompt's loader; accepted and ignored.
     """

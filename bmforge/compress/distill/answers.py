@@ -63,7 +63,7 @@ def write_answers(
         directory: output directory; it must not exist.
         count: k, the number of tokens saved per position (default: 32).
         temperature: distillation temperature T (default: 1.0).
-        vocabulary: dict from token to id; a student with another vocabulary raises an error.
+        vocabulary: dict from token to id; a student with a different vocabulary raises an error.
         shard_bytes: approximate size of a file in bytes.
 
     Returns:

@@ -269,8 +269,8 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     """Return a dict from tensor name to the dims that depend on the hidden size.
 
-    The dims are found by comparing the shapes with those of a copy on the meta device that has
-    another hidden size.
+    The dims are found by comparing the shapes with those of a copy on the meta device that has a
+    different hidden size.
 
     Args:
         model: bmforge model of any family.

@@ -43,7 +43,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
     if given_names := [name for name in at_once if getattr(config, name)]:
         raise ConfigError(
             f"gates cannot determine {', '.join(given_names)} (supported: num_heads, num_kv_heads, "
-            "head_dim, intermediate_size, and hidden_size with 'hidden'). Prune these sizes "
+            "head_dim, intermediate_size; hidden_size if gates has 'hidden'). Prune these sizes "
             "without gates (gates=())."
         )
     shares: dict[tuple[str, str], float] = {}
@@ -201,7 +201,7 @@ def _close_(
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Prune units, unless an attention or MLP that must remain would lose its last units."""
+    """Prune units, except the last ones of an attention or MLP sublayer that must be kept."""
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):

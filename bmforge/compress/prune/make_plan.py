@@ -77,7 +77,7 @@ def nearest_fit(target: int, unit: int, most: int) -> int:
 
 
 def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads: int) -> list[int]:
-    """Return the indices of the query heads to keep, equally many for each of the best KV heads.
+    """Return the indices of the query heads to keep, the same number for each of the best KV heads.
 
     Raises:
         ConfigError: `num_heads` and `num_kv_heads` do not match.

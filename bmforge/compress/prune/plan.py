@@ -24,8 +24,8 @@ class Kept:
     """Kept indices of one layer, in their new order; None for all.
 
     Args:
-        heads: query heads of the self-attention, equally many for each kept key-value head.
-        cross_heads: query heads of the cross-attention, equally many as `heads`.
+        heads: query heads of the self-attention, the same number for each kept key-value head.
+        cross_heads: query heads of the cross-attention, as many as `heads`.
         query_dims: dims of q and k, one list per kept key-value head, all of equal length;
             rotary dims must be the first pairs, because a smaller head has only their frequencies.
         value_dims: dims of v and of the input of o, one list per kept key-value head, of the

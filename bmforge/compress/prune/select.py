@@ -88,7 +88,9 @@ def choose_masks(
 def _choose_globally(
     scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield masks by a global score threshold; of the weights equal to it, only some are pruned."""
+    """Yield masks by a global score threshold; ties are broken so that exactly `share` is
+    pruned.
+    """
     counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))

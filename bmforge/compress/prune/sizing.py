@@ -1,4 +1,6 @@
-"""Builds a pruned model's config: the family's fields if they suffice, else "resize" changes."""
+"""Builds a pruned model's config, from the family's fields if possible, else by "resize"
+changes.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The zeros of a weight are its mask. A module with sparse weights reads them through `keep_zeros`,
 which sets the gradient of zero weights to 0. AdamW and SGD then leave these weights unchanged, even
-if they are sharded, offloaded or resumed on another layout, and no separate mask has to be saved.
-bmforge's Muon does not change a weight of 0 if its gradient and momentum are 0
+if they are sharded, offloaded or resumed on a different layout, and no separate mask has to be
+saved. bmforge's Muon does not change a weight of 0 if its gradient and momentum are 0
 (`train/optim/muon.py`). Weights that are pruned during training still have momentum, so they are
 reset to zero after every step.
 """

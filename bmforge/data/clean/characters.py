@@ -15,7 +15,7 @@ __all__ = [
 
 
 def expand_ranges(ranges: str) -> str:
-    """Return the characters in ranges of hexadecimal code points, such as ``"21-2f 3a"``."""
+    """Expand ranges of hexadecimal code points, such as ``"21-2f 3a"``, to a set of characters."""
     characters = []
     for part in ranges.split():
         first, _, last = part.partition("-")

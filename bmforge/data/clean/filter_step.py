@@ -80,7 +80,7 @@ def _read(document: Document, text: str) -> TextStatistics:
 
 
 def explain(document: Document, rules: str = "mixed") -> list[Explained]:
-    """Return the measured value and limits of every rule, not only of the violated one.
+    """Return the measured value and limits of every rule, including rules that are not violated.
 
     If a rule set removes lines, the next rule set is evaluated on the remaining lines.
     """

@@ -100,8 +100,8 @@ def _is_mixed_chinese(line: str) -> bool:
     """Return True if a line is Chinese text with some foreign words.
 
     This is the case if it has more than two Chinese characters (the average length of a Chinese
-    word) per foreign word. A text next to its translation has about one and a half, and is left to
-    the models, as is any line with kana or Hangul.
+    word) per foreign word. A Chinese text next to its translation has about one and a half; such
+    lines, and lines with kana or Hangul, are classified by the models.
     """
     characters = len(_HAN.findall(line))
     if not characters or _KANA_OR_HANGUL.search(line):

@@ -68,7 +68,7 @@ class SayLicense:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever a document may get another license."""
+        """Version string, which changes whenever a document may get a different license."""
         return f"license=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:

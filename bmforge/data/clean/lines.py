@@ -93,7 +93,7 @@ def _grade(line: str) -> int:
 
 
 def _grade_menu(line: str) -> int:
-    """Classify a line of short items, which may be a menu, a breadcrumb path, or a plain list."""
+    """Classify a line of short items, which may be a menu, a breadcrumb trail, or a plain list."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
     is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
     # Dates and fractions have the same separators, but no letters.

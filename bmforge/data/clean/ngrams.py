@@ -1,4 +1,4 @@
-"""Finds the repeated word n-grams of a text for the repetition filters of Gopher."""
+"""Finds the repeated word n-grams of a text for Gopher's repetition filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalizes texts so that they can be compared, and drops exact copies."""
+"""Normalizes texts so that they can be compared, and drops exact duplicates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPACES = " \t\u00a0\u3000"
 
 @dataclass
 class CleanCount:
-    """Counts of the documents dropped during cleaning: empty texts and exact copies."""
+    """Counts of the documents dropped during cleaning: empty texts and exact duplicates."""
 
     empty: int = 0
     duplicates: int = 0
@@ -65,7 +65,7 @@ def text_digest(text: str) -> bytes:
 def drop_duplicates(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield each distinct document once, the first of its copies; texts must be normalized.
+    """Yield the first of all documents with equal text; texts must be normalized.
 
     Memory: one 16-byte digest per distinct document (about 100 bytes with Python's set).
     """

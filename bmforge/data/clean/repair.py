@@ -60,9 +60,9 @@ def repair_text(text: str) -> str:
 
 
 def _read_again(text: str) -> str:
-    """Decode the text with other encodings; return the first clearly better result, else "".
+    """Decode the text with other encodings; return the first clearly better text, else "".
 
-    A result is better if its fraction of frequent Chinese characters is clearly higher.
+    A text is better if its fraction of frequent Chinese characters is clearly higher.
     """
     best, best_share = "", max(_SHARE, 1.5 * _share(text))
     for wrong, right in READINGS:

@@ -108,7 +108,7 @@ def read_score(option: str) -> ScoreByFile:
     """Parse ``FILE``, ``FILE>=NUMBER``, ``FILE<=NUMBER`` or ``FILE=BUCKETS`` into a step.
 
     Raises:
-        ConfigError: the string has another form, or the file cannot be read.
+        ConfigError: the string has a different form, or the file cannot be read.
         DataError: the file is not a scoring model.
     """
     match = _FORM.fullmatch(option)

@@ -29,7 +29,7 @@ class TidyText:
         wrapped: True to join the lines of hard-wrapped paragraphs.
 
     Raises:
-        ConfigError: `chinese` has another value.
+        ConfigError: `chinese` has a different value.
     """
 
     repair: bool = True

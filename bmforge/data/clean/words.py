@@ -152,7 +152,9 @@ def _split_run(run: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _split_piece(run: str) -> tuple[str, ...]:
-    """Split a piece of a long string; cached, as a long string often repeats a few characters."""
+    """Split a part of a long string; cached, because a long string often repeats a few
+    characters.
+    """
     return _split_run(run)
 
 

@@ -70,7 +70,9 @@ def _is_public(address: str) -> bool:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """HTTP connection to the checked IP address, even if the name now has another address."""
+    """HTTP connection to the checked IP address, even if the host name now resolves to a different
+    one.
+    """
 
     address = ""
 

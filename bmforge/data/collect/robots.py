@@ -123,8 +123,8 @@ def _normalize(path: str) -> str:
 def _fits(rule: str, path: str) -> bool:
     """Return True if a robots.txt pattern matches the beginning of a path.
 
-    The pattern may contain ``*`` and end with ``$``. Each piece is searched for after the previous
-    one, which takes linear time.
+    The pattern may contain ``*`` and end with ``$``. The parts between wildcards are searched for
+    one after the other, which takes linear time.
     """
     is_whole = rule.endswith("$")
     first, *pieces = rule.removesuffix("$").split("*")

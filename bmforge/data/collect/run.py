@@ -77,9 +77,8 @@ def collect(
 ) -> CollectReport:
     """Crawl pages into ``OUT/pages.warc.gz``, or continue an earlier crawl.
 
-    ``OUT/collected.jsonl`` has a line for each URL with its outcome. A recorded URL is not
-    requested again, unless `config` asks for it; then conditional requests download only changed
-    pages.
+    ``OUT/collected.jsonl`` has a line for each URL with its outcome. A recorded URL is requested
+    again only if `config` says so; conditional requests then download only changed pages.
 
     Args:
         urls: URLs of pages, sitemaps and feeds; their hosts, and those of `config`, are allowed.

@@ -1,4 +1,4 @@
-"""Finds duplicates: exact copies, near duplicates, repeated spans, and test examples.
+"""Finds duplicates: exact duplicates, near duplicates, repeated spans, and test examples.
 
 Start reading at `near.py`; `tokens.py` defines the tokens by which texts are compared.
 """

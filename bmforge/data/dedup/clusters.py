@@ -65,7 +65,7 @@ def rank_documents(
         sources: priorities from `place_source`; lower numbers rank first.
         sizes: lengths; among equal sources, longer texts rank first.
         texts: hashes of the texts, a tie-breaker that does not depend on positions.
-        ids: hashes of the ids, a tie-breaker between exact copies.
+        ids: hashes of the ids, a tie-breaker between exact duplicates.
 
     Shape: each (N,), ids (N, 2); returned (N,), a permutation of 0 to N - 1.
     """

@@ -1,4 +1,4 @@
-"""Finds exact copies of documents and paragraphs, independent of the document order."""
+"""Finds exact duplicates of documents and paragraphs, independent of the document order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BREAK = re.compile("(\n{2,})")
 
 
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
-    """Return a dict from the id of each exact copy to the id of the document to keep.
+    """Return a dict from the id of each exact duplicate to the id of the document to keep.
 
     Memory: about 250 bytes per document.
     """

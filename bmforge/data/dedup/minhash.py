@@ -59,7 +59,7 @@ class DedupConfig:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the detection may find other duplicates."""
+        """Version string, which changes whenever the detection may find different duplicates."""
         return f"near=2 {self!r}"
 
 

@@ -174,7 +174,7 @@ def examples_of(
         name: name of the set (default: the file's name).
 
     Raises:
-        DataError: the file has another format, or a line is not JSON.
+        DataError: the file has a different format, or a line is not JSON.
         MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     if isinstance(source, str | os.PathLike):

@@ -138,7 +138,7 @@ class DataLoader:
         """Resume exactly at `state`; the world size and batch size may differ.
 
         Raises:
-            ConfigError: the state has another seed or corpus, so the order would differ, or it
+            ConfigError: the state has a different seed or corpus, so the order would differ, or it
                 lacks an entry (except `content`, which earlier versions did not save).
         """
         self.check_state(state)
@@ -235,8 +235,9 @@ def iter_once(
 ) -> Iterator[Batch]:
     """Yield this rank's batches of one epoch in stream order; every token is predicted once.
 
-    All ranks get equally many batches of equal shape, filled up with padding whose labels are -100.
-    Only the first token of a corpus, which has no context, is not predicted.
+    All ranks get the same number of batches of the same shape; missing sequences are filled with
+    padding whose labels are -100. Only the first token of a corpus, which has no context, is not
+    predicted.
 
     Args:
         dataset: a `PackedDataset` or a `Mixture`.
@@ -280,7 +281,7 @@ def _held_out_batches(
 
 
 def _batch(rows: NDArray[np.int64], lengths: NDArray[np.int64], eos_id: int | None) -> Batch:
-    """Convert sequences to a batch of tensors; with `eos_id`, add position and document ids."""
+    """Convert sequences into a batch of tensors; with `eos_id`, add position and document ids."""
     import torch  # imported here because preparing a corpus needs no tensors
 
     labels = rows.copy()

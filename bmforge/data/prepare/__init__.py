@@ -1,1 +1,1 @@
-"""Converts raw text to token stores: clean, deduplicate, split, tokenize; start at `run.py`."""
+"""Converts raw text into token stores: clean, deduplicate, split, tokenize; start at `run.py`."""

@@ -255,7 +255,7 @@ class _Pool:
 
 
 def describe_blame(blame: Blame) -> str:
-    """Describe the limit that a skipped entry exceeded."""
+    """Return a message about the limit that a skipped entry exceeded."""
     if blame.rule == "time":
         return f"a worker needed more than {blame.bound:g} s for the entry"
     if blame.rule == "memory":

@@ -74,7 +74,7 @@ class DropExamples:
     digest: str = ""
 
     def opened(self) -> DropExamples:
-        """Return a copy of the step with the digest of the current test sets.
+        """Return a copy of the step that contains the digest of the current test sets.
 
         Raises:
             ConfigError: no example is long enough to be matched.

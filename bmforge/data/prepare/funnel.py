@@ -24,7 +24,7 @@ class Amount:
     text_bytes: int = 0
 
     def add(self, documents: int, text_bytes: int) -> None:
-        """Add numbers of documents and bytes to the counts."""
+        """Add a number of documents and bytes to the counts."""
         self.documents += documents
         self.text_bytes += text_bytes
 

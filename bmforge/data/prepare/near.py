@@ -86,7 +86,7 @@ class SketchTask:
 
     Attributes:
         documents: folder of the first stage.
-        kept: path of the mask that excludes exact copies.
+        kept: path of the mask that excludes exact duplicates.
         first: position of the shard's first document.
         folder: output folder of the stage's files.
     """
@@ -100,7 +100,7 @@ class SketchTask:
 
 
 def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
-    """Compute and write the MinHash sketches of a shard's documents, without exact copies.
+    """Compute and write the MinHash signatures of a shard's documents, except exact duplicates.
 
     Returns:
         dict with ``files`` (file names and hashes).
@@ -156,12 +156,12 @@ def choose_survivors(
 ) -> dict[str, Any]:
     """Find near duplicates; write the mask ``kept`` and the list ``drops``.
 
-    The mask also excludes exact copies.
+    The mask also excludes exact duplicates.
 
     Args:
         documents: folder of the first stage.
         counts: documents per shard.
-        copies: path of the mask that excludes exact copies.
+        copies: path of the mask that excludes exact duplicates.
         sketches: folder of the shards' sketches.
         config: settings of near-duplicate detection.
         folder: output folder.

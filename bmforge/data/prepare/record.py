@@ -43,7 +43,7 @@ class PrepareReport:
 
     Attributes:
         documents: number of kept documents; a document cut by the split is in both splits.
-        duplicates, empty: number of documents dropped as exact copies, and as empty.
+        duplicates, empty: number of documents dropped as exact duplicates, and as empty.
         skipped: number of bad lines and files that were skipped (`skip_bad`).
         vocab_size: vocabulary size of the trained tokenizer.
         eos_id: id of the token after each document: ``<|endoftext|>``, or else the tokenizer's EOS.

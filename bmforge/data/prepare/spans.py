@@ -50,7 +50,9 @@ def check_spans(config: DuplicatesConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """File with the repeated spans to cut, from `choose_spans`, and their minimum lengths."""
+    """File of repeated spans to remove, written by `choose_spans`, and the minimum length of a
+    span.
+    """
 
     path: Path
     least: LeastRepeats

@@ -287,7 +287,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
 def _drop_near(
     counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[Earlier]
 ) -> dict[str, Any]:
-    """Find near duplicates among the documents that are not exact copies; return the result."""
+    """Find near duplicates among the documents that are not exact duplicates; return the result."""
     journal, keys = work.journal, work.keys
     documents, sketches = journal.folder("documents"), journal.folder("sketches")
     copies = journal.folder("duplicates") / "kept"

@@ -161,8 +161,8 @@ def encode_to_store(
 ) -> EncodeCount:
     """Encode documents and write them as a token store, with an EOS token after each document.
 
-    A special token's name inside a text is encoded as ordinary text, so that no text can forge the
-    end of a document. An empty document is stored as a single EOS token.
+    A special-token string inside a document is encoded as ordinary text, so that no document can
+    forge its end. An empty document is stored as a single EOS token.
 
     Args:
         documents: documents to encode.

@@ -1,4 +1,4 @@
-"""Converts records of conversation data sets to messages, from all published formats.
+"""Converts records of conversation data sets from all published formats into messages.
 
 Formats: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
 observations included; TRL's `prompt` and `completion`; Alpaca's `instruction`, `input`, `output`
@@ -46,7 +46,7 @@ _SHARED = frozenset({"tools", "functions", "system"})
 
 
 def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[str]]:
-    """Convert a record to messages; also return the names of the fields that were used.
+    """Convert a record into messages; also return the names of the fields that were used.
 
     Args:
         record: the parsed JSON value or table row.
@@ -137,7 +137,7 @@ def with_system(values: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _read_pair(values: Mapping[str, Any], names: Sequence[str], location: str) -> list[Message]:
-    """Convert a question and an answer to messages, after the record's ``history``, if any.
+    """Convert a question and an answer into messages, after the record's ``history``, if any.
 
     Args:
         values: the record.
@@ -170,7 +170,7 @@ def read_tools(values: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         location: file and line, for error messages.
 
     Raises:
-        DataError: the field has another type.
+        DataError: the field has a different type.
     """
     tools = values.get("tools") or values.get("functions")
     if not tools:

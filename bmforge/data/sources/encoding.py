@@ -1,4 +1,4 @@
-"""Decodes bytes to text by byte order mark, as UTF-8, by declared encoding, or by detection.
+"""Decodes bytes into text, by byte order mark, as UTF-8, by declared encoding, or by detection.
 
 Most byte strings are valid in several encodings, so detection compares the fraction of frequent
 characters (`encoding_evidence.py`). Bytes with several valid multi-byte UTF-8 characters are
@@ -115,7 +115,7 @@ def decode(
     errors: str = "replace",
     encoding: str = "",
 ) -> Decoded:
-    """Decode bytes to text; a byte order mark is removed.
+    """Decode bytes into text; a byte order mark is removed.
 
     Args:
         raw: bytes to decode.

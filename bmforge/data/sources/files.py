@@ -228,7 +228,7 @@ def read_records(
 
 
 def parse_record(record: Record) -> Document | Drop:
-    """Parse a record to a document, or to a `Drop` with the reason why it has no document.
+    """Parse a record into a document, or into a `Drop` with the reason why it has no document.
 
     Raises:
         DataError: the entry is damaged.

@@ -215,7 +215,7 @@ def _make_line(raw: str, linked: int, is_caption: bool) -> _Line:
 
 
 def _lines_in(lines: list[_Line], text: str) -> list[bool]:
-    """Return one flag per visible line: True if the extractor's text contains the line."""
+    """Return a list with True for each visible line that the extractor's text contains."""
     reader_lines = {_SPACE.sub("", _BULLET.sub("", line)) for line in text.split("\n")}
     joined, searches, flags = _SPACE.sub("", text), 0, []
     for line in lines:

@@ -116,7 +116,7 @@ def _read(stream: BinaryIO, where: Where, find: Find) -> Iterator[Record]:
 
 
 def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
-    """Parse a zip archive to a document, whose text `find` extracts from the archive's files.
+    """Parse a zip archive into a document, whose text `find` extracts from the archive's files.
 
     Raises:
         DataError: the archive or a required file is damaged.

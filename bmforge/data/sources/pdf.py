@@ -105,7 +105,7 @@ def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
 
 
 def join_pages(pages: list[str]) -> str:
-    """Join the pages to one text, without running headers and footers."""
+    """Join the pages into one string, without running headers and footers."""
     texts = [_SIGN.sub("-\n", page).strip() for page in pages]
     split = [[line.rstrip() for line in page.split("\n")] for page in texts]
     seen: Counter[tuple[bool, str]] = Counter()

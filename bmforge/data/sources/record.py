@@ -1,4 +1,4 @@
-"""Records of input files, which are read first and parsed to documents on demand."""
+"""Records of input files, which are read first and parsed into documents on demand."""
 
 from __future__ import annotations
 

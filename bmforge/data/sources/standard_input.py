@@ -1,4 +1,4 @@
-"""Copies standard input and named pipes to files, since inputs are read more than once."""
+"""Copies standard input and named pipes to files, because inputs are read more than once."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
 def parse_payload(
     body: bytes, kind: str, charset: str, url: str, where: Where, options: ReadOptions
 ) -> Document | Drop:
-    """Parse the body of an HTTP response to a document, by its content type."""
+    """Parse the body of an HTTP response into a document, depending on its content type."""
     kind = kind.partition(";")[0].strip().lower()
     if kind.startswith(_BINARY_TYPES):
         return Drop("content_type", kind, None, url)

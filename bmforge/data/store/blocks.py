@@ -190,7 +190,7 @@ def blocks_to_store(
     form: str = "pickle",
     overwrite: bool = False,
 ) -> int:
-    """Convert a block dataset to a token store; each record becomes one document.
+    """Convert a block dataset into a token store; each record becomes one document.
 
     Args:
         directory: the block dataset.
@@ -252,7 +252,9 @@ _FORMS: dict[str, Callable[[bytes], Any]] = {
 
 
 def _read_meta(path: Path, block_bytes: int) -> list[BlockFile]:
-    """Read the file list ``meta.bin``, and check that the blocks of its files are contiguous."""
+    """Read the file list ``meta.bin``, and check that its files cover contiguous ranges of
+    blocks.
+    """
     try:
         content = path.read_bytes()
         is_old = content[:1] == _PICKLE

@@ -1,4 +1,5 @@
-"""Lazy arrays, whose elements are read on access: joined arrays, or spans of one array.
+"""Lazy arrays, whose elements are read on access: several concatenated arrays, or spans of one
+array.
 
 They support the part of numpy's interface that readers of a token store use: length, dtype, and
 indexing with an integer, a slice, or an array. Results are numpy arrays.
@@ -17,7 +18,7 @@ __all__ = ["JoinedArray", "LazyArray", "PickedArray"]
 
 
 class LazyArray(ABC):
-    """Base class of lazy one-dimensional arrays, which concatenate several pieces.
+    """Base class of lazy one-dimensional arrays, which concatenate several arrays or spans.
 
     Attributes:
         dtype: dtype of the results.
@@ -40,11 +41,11 @@ class LazyArray(ABC):
 
     @abstractmethod
     def _read(self, number: int, start: int, end: int) -> NDArray[Any]:
-        """Read the elements `start` to `end` of the piece with index `number`."""
+        """Read the elements `start` to `end` of the array or span with index `number`."""
 
     @abstractmethod
     def _take(self, number: int, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Read the elements at the positions `places` of the piece with index `number`."""
+        """Read the elements at the positions `places` of the array or span with index `number`."""
 
     def __getitem__(self, key: Any) -> Any:
         """Return an element, a slice with step 1, or the elements at an array of positions."""

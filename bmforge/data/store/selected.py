@@ -36,7 +36,7 @@ class SelectedStore(TokenStore):
         self.doc_idx: Any = np.arange(len(sizes) + 1, dtype=np.int64)
 
     def map_for_random_access(self) -> Any:
-        """Return a second memory mapping of `tokens`, for reading short pieces in random order."""
+        """Return a second memory mapping of `tokens`, for reading short spans in random order."""
         return PickedArray(self._store.map_for_random_access(), self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:

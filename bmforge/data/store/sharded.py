@@ -110,7 +110,7 @@ class ShardedStore(TokenStore):
         self.doc_idx: Any = JoinedArray(parts, np.int64, first[:-1])
 
     def map_for_random_access(self) -> Any:
-        """Return a second memory mapping of `tokens`, for reading short pieces in random order."""
+        """Return a second memory mapping of `tokens`, for reading short spans in random order."""
         return JoinedArray([store.map_for_random_access() for store in self.shards], self.dtype)
 
 

@@ -104,7 +104,7 @@ class TokenStore:
         return len(self.sizes)
 
     def map_for_random_access(self) -> NDArray[np.integer]:
-        """Return a second memory mapping of `tokens`, for reading short pieces in random order.
+        """Return a second memory mapping of `tokens`, for reading short spans in random order.
 
         The second mapping has no read-ahead: the default read-ahead (8 MB on one system) made a
         cold random row over 100 times slower, but sequential scans need it.

@@ -2,8 +2,8 @@
 
 Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
 `reading_comprehension`, `sentences`, `pairs`, `cloze` (entities, facts, triples). `user_tasks.py`
-builds a task from a user's file. `wording.py` has prompt templates, `rows.py` converts examples to
-token ids, and `metrics.py` computes metrics.
+builds a task from a user's file. `wording.py` has prompt templates, `rows.py` converts examples
+into token ids, and `metrics.py` computes metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts task examples to token ids, for classification or for answer generation."""
+"""Converts task examples into token ids, for classification or for answer generation."""
 
 from __future__ import annotations
 

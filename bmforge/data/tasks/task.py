@@ -1,4 +1,4 @@
-"""Types of benchmark tasks and their examples, and helpers for reading task files."""
+"""Types that describe benchmark tasks and examples, and helpers for reading task files."""
 
 from __future__ import annotations
 

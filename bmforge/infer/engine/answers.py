@@ -75,7 +75,7 @@ class Answer:
 
     Args:
         index: index of the answer in its request.
-        config: generation options, complete with end tokens and seed.
+        config: generation options, complete with EOS tokens and seed.
         prompt: prompt ids to which repetition penalties apply.
         vocabulary: bytes of the tokens.
         hidden: ids whose text is omitted.
@@ -234,7 +234,7 @@ class Answer:
         return TokenLogprob(token, float(logprobs[token]), self._vocabulary.data(token), top)
 
     def write(self, ids: Sequence[int]) -> None:
-        """Set the complete answer, cut after its first end token."""
+        """Set the complete answer, cut after its first EOS token."""
         ends = [index for index, id in enumerate(ids) if id in self.config.eos_tokens]
         self.ids = list(ids[: ends[0] + 1] if ends else ids)
         self._fresh += self._stream.add(self.ids)

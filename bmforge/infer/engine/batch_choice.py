@@ -38,7 +38,7 @@ class Draw(NamedTuple):
         config: generation options.
         number: random number in [0, 1); unused in greedy decoding.
         scores: logits of the next token, (V,) in fp32.
-        forbidden: tokens that must not be chosen: the end tokens of answers that are too short.
+        forbidden: tokens that must not be chosen: the EOS tokens of answers that are too short.
     """
 
     config: GenerationConfig

@@ -81,7 +81,7 @@ class ConstraintCompiler:
     Args:
         tokenizer: the model's tokenizer.
         vocab_size: number of logits per position.
-        ends: ids of the end tokens.
+        ends: ids of the EOS tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: Sequence[int]) -> None:

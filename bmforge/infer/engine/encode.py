@@ -175,7 +175,7 @@ def fill_mask(
         top: number of tokens per mask.
 
     Raises:
-        ConfigError: the model has another head, or a text has no mask token.
+        ConfigError: the model has a different head, or a text has no mask token.
     """
     if model.config.head != "masked_lm" or tokenizer.mask_id is None:
         raise ConfigError(

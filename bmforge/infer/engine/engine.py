@@ -214,7 +214,7 @@ class Engine:
             return continue_prompts(model, lambda: self.tokenizer, prompts, **options)
 
     def stream(self, prompt: str, *, delta: DeltaChoice = None, **options: Any) -> Iterator[str]:
-        """Yield the continuation of a prompt, piece by piece, as it is generated.
+        """Yield the continuation of a prompt in chunks, as it is generated.
 
         Options and errors are those of `generate`, without beam search.
         """

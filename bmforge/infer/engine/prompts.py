@@ -37,8 +37,8 @@ class Ready:
     Args:
         request: original request.
         ids: token ids of the prompt or of the encoder's input; empty for a document.
-        config: generation options, complete with end tokens and seed.
-        answers: answers to generate, still empty; `num_return_sequences` many.
+        config: generation options, complete with EOS tokens and seed.
+        answers: the `num_return_sequences` answers to generate, initially empty.
         is_packed: whether the request is batched with others.
         deltas: adapter names, as in `Request`.
     """
@@ -111,7 +111,7 @@ class PromptReader:
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig
     ) -> tuple[tuple[int, ...], GenerationConfig, Sequence[int]]:
-        """Return the prompt's ids, the config with end tokens, and the ids to omit from texts."""
+        """Return the prompt's ids, the config with EOS tokens, and the ids to omit from texts."""
         model, tokenizer = self._model, self._tokenizer
         if not isinstance(prompt, str):
             ids = tuple(prompt)

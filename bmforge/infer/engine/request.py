@@ -39,14 +39,14 @@ class Request:
     Args:
         prompt: text or token ids.
         options: generation options; `num_return_sequences` answers are generated in parallel.
-            The default end token is the tokenizer's.
+            The default EOS token is the tokenizer's.
         constraint: constraint on every answer; see `Constraint`.
         salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
             so that response times do not reveal the prompts of others.
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
         thoughts: limit on the reasoning at the start of every answer; None for no limit.
-        hidden_ids: tokens whose text is omitted from the answers, besides the end tokens; None
+        hidden_ids: tokens whose text is omitted from the answers, besides the EOS tokens; None
             means the tokenizer's begin, end and padding tokens.
     """
 
@@ -112,7 +112,7 @@ class Completion:
     Args:
         index: index of the answer.
         text: text without the stop string.
-        ids: generated tokens, including the end token.
+        ids: generated tokens, including the EOS token.
         logprobs: log-probabilities of the tokens if requested.
         finish_reason: reason why the answer ended.
         prompt_tokens: number of prompt tokens.

@@ -276,7 +276,9 @@ class Requests:
         self._step_tasks()
 
     def _step_tasks(self) -> None:
-        """Run a forward pass of the queued embedding requests, and a step of the oldest task."""
+        """Run one forward pass for the queued embedding requests, and one step of the oldest other
+        task.
+        """
         if not (self._encodings or self._works):
             return
         if self._releases:

@@ -28,7 +28,7 @@ def load_adapter_(
         engine: engine that holds its whole model in memory.
         directory: directory of the adapter or of a run, as `load_delta` reads it.
         name: new name of the adapter in the model.
-        allow_other_base: True to accept an adapter that was trained on another base model.
+        allow_other_base: True to accept an adapter that was trained on a different base model.
         base_directory: directory of the engine's model. If the model is quantized, the directory
             is read to compare the base model; if None, a quantized base is not compared.
 

@@ -1,4 +1,4 @@
-"""Text generation for the engine's synchronous calls: complete texts or a stream of pieces."""
+"""Text generation for the engine's synchronous calls: complete texts or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def continue_prompts(
 
 
 def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iterator[str]:
-    """Yield pieces of text as they are generated; see `Engine.stream`.
+    """Yield chunks of text as they are generated; see `Engine.stream`.
 
     Raises:
         ConfigError: the prompt is empty, or an option does not apply.

@@ -1,4 +1,4 @@
-"""Limits the length of a model's reasoning by forcing its end tokens."""
+"""Limits the length of a model's reasoning by forcing the tokens that end it."""
 
 from __future__ import annotations
 

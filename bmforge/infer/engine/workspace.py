@@ -175,7 +175,9 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; replace attention with the allocations of the fused kernel."""
+        """Run a function; for attention, only allocate the buffers that the fused kernel would
+        allocate.
+        """
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

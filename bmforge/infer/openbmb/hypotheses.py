@@ -1,6 +1,6 @@
 """CPM-Ant's beam search, which reproduces every step of the original code.
 
-It differs from `beam_search` (transformers' algorithm): the end token does not count towards the
+It differs from `beam_search` (transformers' algorithm): the EOS token does not count towards the
 length, any candidate may end a beam, and the repetition penalty applies to logits (not
 log-probabilities) and to generated tokens only.
 
@@ -40,7 +40,7 @@ def search_hypotheses(decoder: Decoder, prompt: Tensor, config: GenerationConfig
     Args:
         decoder: new decoder whose cache is empty.
         prompt: token ids.
-        config: generation options, complete with end tokens.
+        config: generation options, complete with EOS tokens.
 
     Shape:
         prompt: (1, T)

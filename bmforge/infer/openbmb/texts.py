@@ -1,7 +1,7 @@
 """Text generation with the prompt format and defaults of each model family's original code.
 
 CPM-Ant's prompt is ``<s>`` and the text without unknown tokens. Its continuation does not begin
-with an end token or a line break. It is generated with 3 beams, or sampled at temperature 0.9 with
+with an EOS token or a line break. It is generated with 3 beams, or sampled at temperature 0.9 with
 top-p 0.9. CPM-1 samples at temperature 0.9. EVA answers one utterance, CPM-2 writes the
 continuation of a text as one masked span, and CPM-Bee fills the answer of a document. All other
 models continue the text.
@@ -111,7 +111,7 @@ def continue_ids(
         tokenizer: the model's tokenizer.
         ids: token ids of the prompt, or of the encoder's input.
         config: generation options.
-        on_text: called with each piece of the first continuation's text.
+        on_text: called with each chunk of the first continuation's text.
 
     Raises:
         ConfigError: an option does not apply.
@@ -144,8 +144,8 @@ class _RowTexts:
     Args:
         tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every
             continuation.
-        ends: end tokens; all later tokens of a continuation are padding.
-        on_text: function called with each piece of the first continuation's text.
+        ends: EOS tokens; all later tokens of a continuation are padding.
+        on_text: function called with each chunk of the first continuation's text.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def _continue_hidden(
 
 
 def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Return the ids of a CPM-Ant prompt: begin token first, unknown tokens removed."""
+    """Return the ids of a CPM-Ant prompt: BOS token first, unknown tokens removed."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [*begin, *(id for id in ids if id != tokenizer.unk_id)]
 

@@ -43,7 +43,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True)
 class _IntegerFormat:
-    """Storage of a layer's integers: bits per integer, and whether they are packed in words."""
+    """Storage of a layer's integers: bits per integer, and whether they are packed into words."""
 
     bits: int
     is_packed: bool
@@ -76,7 +76,7 @@ def without_compression(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_compression(directory: Path) -> CompressedTensorsScheme | None:
-    """Return the quantization scheme of a checkpoint; None if it has another format.
+    """Return the quantization scheme of a checkpoint; None if it has a different format.
 
     Raises:
         ConfigError: the scheme is not supported.
@@ -133,7 +133,7 @@ def _find(raw: Mapping[str, Any]) -> CompressedTensorsScheme | None:
 
 
 def _token_problems(tokens: Mapping[str, Any]) -> list[str]:
-    """Return a text for each field that contradicts dynamic int8 quantization per token."""
+    """Return an error message for each field that contradicts dynamic per-token int8."""
     required = {
         "num_bits": 8,
         "type": "int",

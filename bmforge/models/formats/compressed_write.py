@@ -178,7 +178,7 @@ def _check(model: Any, stems: dict[str, str]) -> QuantSpec:
 
 
 def _storage_problems(store: QuantizedLinear) -> list[str]:
-    """Return a text for each feature of a packed layer that the format does not support."""
+    """Return an error message for each feature of a packed layer that the format lacks."""
     spec, problems = store.spec, []
     if spec.outlier_ratio:
         problems.append("has outlier columns in 16 bits")

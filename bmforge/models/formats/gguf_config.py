@@ -120,7 +120,7 @@ SAMPLING_KEYS = {
 
 
 def _read_generation(header: GgufHeader) -> dict[str, Any]:
-    """Return the equivalent of generation_config.json: end tokens and sampling options."""
+    """Return the equivalent of generation_config.json: EOS tokens and sampling options."""
     metadata = header.metadata
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     fields: dict[str, Any] = {

@@ -78,7 +78,7 @@ def export_gguf(
 
 
 def _describe_generation(config: ModelConfig, eos_id: int | None) -> dict[str, Any]:
-    """Return the metadata keys for end tokens and sampling options."""
+    """Return the metadata keys for EOS tokens and sampling options."""
     published = config.generation_defaults
     ids: list[int] = []
     for source in (published, config.raw):

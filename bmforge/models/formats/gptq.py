@@ -186,7 +186,7 @@ def _find(raw: Mapping[str, Any]) -> Packing | None:
 
 
 def _find_format(quantization: Mapping[str, Any], method: str) -> tuple[str, list[str]]:
-    """Return the format name, and an error text for each unsupported format field."""
+    """Return the format name, and an error message for each unsupported format field."""
     old, usual = ("checkpoint_format", "gptq") if method == "gptq" else ("version", "gemm")
     supported = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
     names = {

@@ -52,7 +52,7 @@ class Mxfp4Stacks:
         files: mapping from tensor name to the file with the tensor.
 
     Raises:
-        CheckpointError: a tensor has no scales, or scales of another shape.
+        CheckpointError: a tensor has no scales, or scales of a different shape.
     """
 
     def __init__(self, files: Mapping[str, TensorFile]) -> None:

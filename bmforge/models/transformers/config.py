@@ -184,7 +184,7 @@ class TransformersConfig(ModelConfig):
         return out if packed is None else {**out, QUANTIZATION_KEY: packed}
 
     def with_vocab_size(self, size: int) -> TransformersConfig:
-        """Return a copy with another vocabulary size (that of the text model, if nested)."""
+        """Return a copy with a different vocabulary size (that of the text model, if nested)."""
         raw = json.loads(self.source)
         hf = config_from_json(raw)
         text = own_config(hf)

@@ -129,7 +129,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
-    """Return an error text for a sharded sublayer's parameter that the plan misses, else ""."""
+    """Return an error message for a sharded sublayer's parameter that the plan misses, else ""."""
     # Only "colwise": after gathered or before split layers, every rank has all activations.
     sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
     parts = {name.rpartition(".")[0] for name in sharded}

@@ -23,7 +23,7 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
     """Context manager: collect the names of linear layers whose weight other code reads.
 
     Inside, the class of each `nn.Linear` is replaced, because reads of module attributes cannot be
-    observed in another way.
+    observed in a different way.
     """
     read: set[str] = set()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}

@@ -184,7 +184,7 @@ class TritonKernels:
         """Return ``residual + x`` (x without a residual) and its RMS norm times the weight.
 
         Shape:
-            x and residual: (..., D), contiguous, of one dtype; weight: (D,)
+            x and residual: (..., D), contiguous, of the same dtype; weight: (D,)
         """
         width = x.shape[-1]
         total = x if residual is None else torch.empty_like(x)
@@ -229,7 +229,7 @@ class TritonKernels:
         )
 
     def multiply_by_silu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return ``silu(gate) * up`` for contiguous tensors of one shape and dtype."""
+        """Return ``silu(gate) * up`` for contiguous tensors of the same shape and dtype."""
         out = torch.empty_like(gate)
         count = gate.numel()
         grid = (-(-count // _GATE_VALUES),)

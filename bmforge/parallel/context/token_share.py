@@ -144,7 +144,7 @@ class TokenShare:
 
         Args:
             x: hidden states, (B, T, D).
-            masks: dict whose values are masks (B or 1, 1, T or 1, S), None, or masks of another
+            masks: dict whose values are masks (B or 1, 1, T or 1, S), None, or masks of a different
                 kind.
             inputs: further arguments of the blocks; `rope`, `local_rope` and `bias`, a dict of
                 biases (B or 1, N, T, S), are sharded.

@@ -200,8 +200,8 @@ class _Outgoing:
 class Wire:
     """Sends and receives the messages of one execution of a schedule.
 
-    Sends return at once. The tensors of a sent message are released as soon as a message that its
-    receiver sent later arrives. Thus only the messages in flight occupy memory.
+    Sends are asynchronous. The tensors of a sent message are kept until a later message from its
+    receiver proves that it arrived, so only messages in flight occupy memory.
     """
 
     def __init__(self, route: Route, link: Link) -> None:

@@ -116,10 +116,10 @@ class Follower(TorchDispatchMode):
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
-        """Yield only the first two pieces of every size; count the second for all later ones.
+        """Yield the first two items of every size; the second one's cost counts for all later ones.
 
-        Used for loops that do the same work for every piece of one size: later iterations use as
-        much memory as the second one, so only the operator costs are multiplied.
+        It shortens a loop that does the same work for all items of the same size. Later iterations
+        use as much memory as the second one, so only the operator costs are multiplied.
         """
         counts: dict[Hashable, int] = {}
         recorded = []

@@ -198,7 +198,8 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
         model: directory of the model, whose tokenizer must be that of the text.
 
     Raises:
-        ConfigError: there is no held-out split, or the text was prepared with another tokenizer.
+        ConfigError: there is no held-out split, or the text was prepared with a different
+            tokenizer.
         DataError: a store is missing or damaged, too short, or has ids beyond `vocab_size`.
     """
     report = read_report(path)

@@ -170,13 +170,13 @@ class ExampleLoader:
         """Resume exactly at a saved position, with any number of ranks and any batch size.
 
         Raises:
-            ConfigError: the state belongs to other examples or another seed.
+            ConfigError: the state belongs to other examples or a different seed.
         """
         self.check_state(state)
         self._samples = int(state["samples"])
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if a state belongs to other examples or another seed."""
+        """Raise `ConfigError` if a state belongs to other examples or a different seed."""
         own_state = self.state_dict()
         state = {"content": own_state["content"], **state}  # states of earlier versions lack it
         if state["seed"] != own_state["seed"]:

@@ -129,8 +129,8 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
         kind: required class of the tokenizer (default: any class).
 
     Raises:
-        ConfigError: the run has no tokenizer, the tokenizer has another class or more tokens
-            than the model, or the text was prepared with another tokenizer.
+        ConfigError: the run has no tokenizer, the tokenizer has a different class or more tokens
+            than the model, or the text was prepared with a different tokenizer.
     """
     folder = find_tokenizer(config)
     data = config.data

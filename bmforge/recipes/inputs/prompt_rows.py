@@ -155,7 +155,7 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
 
 
 def make_decoder(tokenizer: Any, stops: Sequence[int]) -> Any:
-    """Return a function that decodes the token ids of an answer, without end tokens."""
+    """Return a function that decodes the token ids of an answer, without EOS tokens."""
     hidden = frozenset(stops)
 
     def decode(ids: Sequence[int]) -> str:

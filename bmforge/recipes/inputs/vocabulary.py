@@ -29,7 +29,7 @@ def check_tokenizers(
         tokenizer: directory of the tokenizer that is used instead of the model's.
 
     Raises:
-        ConfigError: a corpus was prepared with another tokenizer.
+        ConfigError: a corpus was prepared with a different tokenizer.
     """
     prepared = [path for path in paths if (Path(path) / RECORD_NAME).exists()]
     folders = [read_record(Path(path))[0].tokenizer_dir for path in prepared]

@@ -121,7 +121,7 @@ class DocumentLoader:
         """Resume exactly from a saved state, with any world size.
 
         Raises:
-            ConfigError: the state has another seed, mixture or window, or lacks an entry.
+            ConfigError: the state has a different seed, mixture or window, or lacks an entry.
         """
         own = self.state_dict()
         missing = [key for key in own if key not in state]

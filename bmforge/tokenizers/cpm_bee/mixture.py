@@ -302,7 +302,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     ``dataset_name``.
 
     Raises:
-        ConfigError: the file has another format.
+        ConfigError: the file has a different format.
         DataError: a document file cannot be read.
     """
     file = Path(path)

@@ -39,7 +39,7 @@ class Transform:
 
     Raises:
         ConfigError: `shape` is not a nested dict of texts, or a source and its target have
-            different numbers of stars.
+            different numbers of wildcards (`*`).
     """
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Transform:
 def _find(
     data: Any, source: tuple[str, ...], at: int, stars: tuple[str, ...]
 ) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (keys matched by its stars, value) for each match of `source` in a record."""
+    """Return (keys matched by its wildcards, value) for each match of `source` in a record."""
     if at == len(source):
         return [(stars, data)]
     if not isinstance(data, Mapping):

@@ -137,7 +137,7 @@ def check_fit(
     With ``strict=False`` only shapes must agree; other differences are listed in a warning.
 
     Raises:
-        CheckpointError: tensors are missing or unexpected, or have another shape or dtype; the
+        CheckpointError: tensors are missing or unexpected, or have a different shape or dtype; the
             message lists them.
     """
     fits: list[_Fit | str] = peers.gather(_compare(manifest, model, optimizers, strict))

@@ -78,7 +78,7 @@ class Snapshot:
         optimizer: dict from parameter name to optimizer class, hyperparameters, Python values and
             tensor names; None without an optimizer.
         state: caller's state as JSON text.
-        seed: seed for the generators if the run is resumed with another world size.
+        seed: seed for the generators if the run is resumed with a different world size.
         rng: state of this process's generators.
         base: manifest entry of the omitted base weights; None if none are omitted.
     """

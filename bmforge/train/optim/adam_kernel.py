@@ -87,7 +87,7 @@ _VECTOR_ELEMENTS = 64
 def step_plain(
     weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, group: Any, step: float
 ) -> None:
-    """Run one step of torch's fused AdamW on flat host tensors of one dtype.
+    """Run one step of torch's fused AdamW on flat host tensors of the same dtype.
 
     Args:
         weights: parameters, updated in place.

@@ -41,7 +41,7 @@ class BaseCheck:
         mark: Mapping[str, Any],
         directory: Path,
     ) -> None:
-        """Raise `CheckpointError` if the adapter was trained on another base model.
+        """Raise `CheckpointError` if the adapter was trained on a different base model.
 
         Args:
             delta: the adapter, attached to the model.

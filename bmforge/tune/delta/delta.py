@@ -84,7 +84,7 @@ class Delta(AttachedDelta):
         """Load a saved adapter of this type and attach it to a model; see `files.load_delta`.
 
         Raises:
-            ConfigError: the directory contains an adapter of another type.
+            ConfigError: the directory contains an adapter of a different type.
         """
         from bmforge.tune.delta.files import load_delta
 

@@ -190,7 +190,7 @@ def load_delta(
         trainable: True to train the adapter further; False to freeze it.
 
     Raises:
-        CheckpointError: there is no adapter, it was trained on another base, or tensors are
+        CheckpointError: there is no adapter, it was trained on a different base, or tensors are
             missing, unexpected, not finite or of a wrong shape (all are listed). The model is
             unchanged.
         ConfigError: the adapter's type, version or a setting is unknown, or a run has no export.

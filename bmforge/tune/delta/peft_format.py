@@ -69,7 +69,7 @@ class Names:
             tensor: value of the parameter.
 
         Raises:
-            CheckpointError: the value has another shape than in the model.
+            CheckpointError: the value has a different shape than in the model.
         """
         if self.rules is None:
             parameters = dict(self.model.named_parameters())

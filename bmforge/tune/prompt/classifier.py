@@ -210,7 +210,7 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
 
     Raises:
         ConfigError: samples have several classes, but the scores are normalized.
-        ShapeError: float labels have another shape.
+        ShapeError: float labels have a different shape.
 
     Source: Gao et al., "Making pre-trained language models better few-shot learners" (2021) for
     regression between two words.

@@ -69,7 +69,8 @@ class PTRTemplate(Template):
         super().__init__(text, tokenizer, model, **options)
         if self.num_masks < 2:
             raise ConfigError(
-                f"the template has {self.num_masks} mask, but rules need at least 2. Add masks."
+                f"the template has {self.num_masks} mask token(s), but rules need at least 2. "
+                "Add mask tokens to the template."
             )
 
 

@@ -27,8 +27,8 @@ def draw_few(
         per_label: number of examples per label; set this or `total`.
         total: number of examples of all labels together.
         seed: random seed of the sample.
-        with_dev: True to also sample equally many validation examples; otherwise the second list is
-            empty.
+        with_dev: True to also sample the same number of validation examples; otherwise the second
+            list is empty.
         allow_fewer: True to use all examples of a label that has too few.
 
     Raises:

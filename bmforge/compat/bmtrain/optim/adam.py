@@ -153,8 +153,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Restore the optimizer from a state that `state_dict` returned.
 
         Raises:
-            CheckpointError: the parameters differ, or a sharded state was saved with another number
-                of processes.
+            CheckpointError: the parameters differ, or a sharded state was saved with a different
+                number of processes.
         """
         unpacked = unpack_state(self, state_dict)
         # Torch would cast the states to the parameters' dtype.

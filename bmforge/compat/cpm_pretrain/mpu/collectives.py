@@ -144,7 +144,7 @@ def broadcast_data(
         datatype: dtype of all tensors.
 
     Raises:
-        DataError: a tensor is missing or has another dtype; raised on all processes.
+        DataError: a tensor is missing or has a different dtype; raised on all processes.
 
     Comm: two broadcasts within the group, of the shapes and of all values.
     """

@@ -198,7 +198,7 @@ class DatasetWriter:
         """Append a record of numbers, texts, lists, dicts and arrays of numbers.
 
         Raises:
-            DataError: the record has values of another type, or is larger than a block.
+            DataError: the record has values of a different type, or is larger than a block.
         """
         content = pickle.dumps(data, protocol=4)
         load_plain(content)  # raises an error for a record that could not be read again

@@ -1,4 +1,4 @@
-"""Distributed data loader: equally many samples per process, or every sample exactly once."""
+"""Distributed data loader: the same number of samples per process, or every sample exactly once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["DistributedDataLoader", "share_batches"]
 
 
 class DistributedDataLoader:
-    """Batches of this process's part of a dataset, equally many on every process.
+    """Batches of this process's part of a dataset; every process gets the same number.
 
-    With `shuffle`, for training, each epoch has another order, and a few samples are repeated so
-    that every process has the same number. Without it, for evaluation, every sample occurs exactly
-    once, and the last batches may differ in size.
+    With `shuffle`, for training, each epoch has a different order, and a few samples are repeated
+    so that every process has the same number. Without it, for evaluation, every sample occurs
+    exactly once, and the last batches may differ in size.
 
     Args:
         dataset: dataset of tensors with a length.
-        shuffle: True to use another order in every epoch.
+        shuffle: True to use a different order in every epoch.
         seed: random seed of the order.
         options: arguments of torch's DataLoader (`batch_size`, `num_workers`, `collate_fn`, ...).
 

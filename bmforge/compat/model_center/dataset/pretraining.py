@@ -17,13 +17,13 @@ _SEPARATOR = 4  # id of <sep>; a piece that ends with <sep> is predicted up to i
 
 
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
-    """Text pieces and their targets, padded to one length.
+    """Token sequences and their targets, padded to the same length.
 
     Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
     None for a longer piece. A slice returns the stacked values of its pieces.
 
     Args:
-        ctx: pieces of token ids.
+        ctx: token sequences.
         tgt: targets of each piece, as many as the piece has tokens.
         max_length: padded length; slices skip longer pieces.
     """
@@ -59,7 +59,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
     at each position (-100 if not predicted), the length, and the context mask.
 
     Args:
-        ctx: pieces of token ids.
+        ctx: token sequences.
         max_length: maximum length of a piece; for a longer piece, all four values are None.
     """
 

@@ -51,7 +51,7 @@ def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cut_document(line: str, tokenizer: Any) -> list[list[int]]:
-    """Encode one document and split it into pieces of token ids.
+    """Encode one document and split it into token sequences of limited length.
 
     Args:
         line: text of the document; "<n>" marks a line break.
@@ -75,7 +75,7 @@ def _cut(directory: str, line: str) -> list[list[int]]:
 
 
 def _cut_all(lines: Iterable[str], directory: str, workers: int) -> Iterator[list[list[int]]]:
-    """Yield the pieces of every line, in order."""
+    """Yield the token sequences of every line, in order, tokenized in worker processes."""
     work = partial(_cut, directory)
     if workers <= 1:
         yield from map(work, lines)

@@ -121,7 +121,7 @@ class FileProcessor(DataProcessor):
 
         Raises:
             FileNotFoundError: the split has no file in the folder.
-            DataError: the file has another format, or a label is unknown.
+            DataError: the file has a different format, or a label is unknown.
         """
         path = Path(data_dir) / self.FILE.format(split=self.SPLITS.get(split, split))
         if not path.exists():
