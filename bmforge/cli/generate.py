@@ -44,7 +44,7 @@ def run_generate(command: GenerateCommand) -> None:
     speech = _open_speech(command, source)
     with opened_model(source.model, command.memory, rows, adapters, allowed) as model:
         torch.manual_seed(command.seed)
-        if speech is not None:
+        if speech is not None and command.audio is not None:
             language = {} if command.language is None else {"language": command.language}
             options = {**command.options(), **language}
             print(speech.transcribe(model, command.audio, **options))
@@ -85,13 +85,13 @@ def _open_speech(command: GenerateCommand, source: ModelSource) -> Transcriber |
 def _check_inputs(command: GenerateCommand) -> None:
     """Raise `ConfigError` for inputs that exclude each other, or an option without effect."""
     inputs = ("image", "audio", "document")
-    given = [f"--{name}" for name in inputs if getattr(command, name) not in (None, ())]
+    names = [f"--{name}" for name in inputs if getattr(command, name) not in (None, ())]
     if command.audio is not None and command.prompt is not None:
-        given.append("--prompt")
+        names.append("--prompt")
     if command.audio is not None and command.chat:
-        given.append("--chat")
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} cannot be used together. Leave one of them out.")
+        names.append("--chat")
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} cannot be used together. Leave one of them out.")
     if command.language is not None and command.audio is None:
         raise ConfigError(
             f"--language {command.language} has no effect without --audio. Leave it out."

@@ -43,7 +43,7 @@ class ImageDecoder(Decoder):
         adapter_names: Sequence[str | None] | None = None,
     ) -> None:
         self.model, self.adapter_names = model, adapter_names  # type: ignore[assignment]
-        self.cache = ForeignCache()  # type: ignore[assignment]
+        self.cache = self._past = ForeignCache()  # type: ignore[assignment]
         self._cache_name = cache_argument(model.foreign)
         if not self._cache_name:
             raise ConfigError(
@@ -66,14 +66,14 @@ class ImageDecoder(Decoder):
             tokens: (B, T) -> (B, V) in fp32
         """
         foreign = self.model.foreign
-        is_first = self.cache.past is None
+        is_first = self._past.past is None
         if is_first:
             self._add_positions(tokens)
         arguments = foreign.prepare_inputs_for_generation(
             tokens,
             is_first_iteration=is_first,
             use_cache=True,
-            **{self._cache_name: self.cache.past},
+            **{self._cache_name: self._past.past},
             **self._state,
         )
         arguments.pop(self._cache_name, None)
@@ -92,10 +92,10 @@ class ImageDecoder(Decoder):
         """
         foreign = self.model.foreign
         if "position_ids" in accepted_arguments(foreign)[0]:
-            given = dict(self._state)
-            if given["attention_mask"] is None:
-                given["attention_mask"] = torch.ones_like(tokens)
-            positions = foreign._prepare_position_ids_for_generation(tokens, given)
+            arguments = dict(self._state)
+            if arguments["attention_mask"] is None:
+                arguments["attention_mask"] = torch.ones_like(tokens)
+            positions = foreign._prepare_position_ids_for_generation(tokens, arguments)
             self._state["position_ids"] = positions
 
     def _drop_images(self, tokens: Tensor) -> None:

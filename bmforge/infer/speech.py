@@ -53,7 +53,7 @@ def _to_floats(data: bytes, width: int) -> NDArray[np.float32]:
     """Convert little-endian integer samples of `width` bytes to values from -1 to 1."""
     raw = np.frombuffer(data, np.uint8)
     if width == 1:  # 8-bit samples are unsigned
-        return (raw.astype(np.float32) - 128) / 128
+        return ((raw.astype(np.float32) - 128) / 128).astype(np.float32)
     wide = np.zeros((len(raw) // width, 4), np.uint8)
     wide[:, 4 - width :] = raw.reshape(-1, width)
     return (wide.view("<i4")[:, 0] / 2**31).astype(np.float32)
@@ -89,7 +89,7 @@ class Transcriber:
 
     def __init__(self, directory: Path) -> None:
         self._processor = load_processor(directory)
-        self._extractor = getattr(self._processor, "feature_extractor", None)
+        self._extractor: Any = getattr(self._processor, "feature_extractor", None)
         if self._extractor is None or getattr(self._processor, "tokenizer", None) is None:
             raise ConfigError(
                 f"{str(directory)!r} has no processor of speech, so audio cannot be used. Use a "

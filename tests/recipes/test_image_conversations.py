@@ -15,11 +15,14 @@ from vision_models import KINDS, make_image, write_vision_model
 
 from bmforge.cli import main
 from bmforge.data.sources.conversations import read_conversations
-from bmforge.errors import DataError
+from bmforge.errors import ConfigError, DataError
 from bmforge.infer.processor import find_processor
 from bmforge.models import AutoModel
+from bmforge.parallel import Layout
+from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.inputs.conversation_rows import render_conversation
-from bmforge.recipes.inputs.image_conversations import ImageConversations
+from bmforge.recipes.inputs.image_conversations import ImageConversations, check_image_layout
+from bmforge.recipes.sft import ConversationsConfig
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.train import read_metrics
@@ -204,6 +207,19 @@ def test_images_beside_the_messages(tmp_path: Path) -> None:
 def test_a_model_of_text_refuses_conversations_with_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="supported: a text"):
         read_conversations(write_chats(tmp_path, CHATS))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"layout": Layout(pp=2)}, "pp=2 is not supported for conversations with images"),
+        ({"layout": Layout(cp=2)}, "cp=2 is not supported for conversations with images"),
+        ({"adapter": AdapterConfig(kind="soft-prompt")}, "moves the positions of the images"),
+    ],
+)
+def test_options_that_images_exclude(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_image_layout(ConversationsConfig(**options))
 
 
 def test_a_run_trains_an_adapter_that_generates(directory: Path, tmp_path: Path) -> None:

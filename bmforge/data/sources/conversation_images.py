@@ -38,14 +38,14 @@ def find_images(
     """
     listed = record.get("images") or record.get("image") or []
     sources = listed if isinstance(listed, list) else [listed]
-    rest = iter(sources)
-    found = [_place(message, rest, bool(sources), location, folder) for message in messages]
-    if left := len(list(rest)):
+    remaining = iter(sources)
+    placed = [_place(message, remaining, bool(sources), location, folder) for message in messages]
+    if left := len(list(remaining)):
         raise DataError(
             f"{location} has {len(sources)} images, but its messages use {len(sources) - left} of "
             f"them. Mark the place of each image with {_MARK} in a text of the user."
         )
-    return found
+    return placed
 
 
 def _place(

@@ -35,14 +35,14 @@ class ImageRow:
     """A training sequence with images.
 
     Args:
-        place: file and line of the conversation.
+        location: file and line of the conversation.
         text: text up to the first answer.
         images: files or data URIs of the images in the text.
         ids: tokens after the text.
         labels: labels of these tokens.
     """
 
-    place: str
+    location: str
     text: str
     images: tuple[str, ...]
     ids: list[int]
@@ -73,11 +73,11 @@ class ImageConversations:
         self._rows = [row for c in conversations for row in _encode(c, render, tokenizer)]
         self._processor, self._seq_len = processor, seq_len
         self.columns: Mapping[str, tuple[int, int]] = {"labels": (seq_len, IGNORE_INDEX)}
-        known = [
+        contents = [
             (row.text, row.ids, row.labels, [(name, _size(name)) for name in row.images])
             for row in self._rows
         ]
-        self.fingerprint = fingerprint_of(known)
+        self.fingerprint = fingerprint_of(contents)
         images = sum(len(row.images) for row in self._rows)
         get_logger().info("%d examples with %d images", len(self._rows), images)
 
@@ -96,7 +96,7 @@ class ImageConversations:
                 answer.
         """
         rows = [self._rows[example["row"][0]] for example in examples]
-        images = [[_open(name, row.place) for name in row.images] for row in rows]
+        images = [[_open(name, row.location) for name in row.images] for row in rows]
         batch = self._processor.encode_batch([row.text for row in rows], images, "right")
         lengths = batch.pop("attention_mask").sum(1).tolist()
         labels = [
@@ -112,7 +112,7 @@ class ImageConversations:
         for row, length in zip(rows, lengths, strict=True):
             if length >= self._seq_len:
                 raise DataError(
-                    f"{row.place} has {length} tokens before the first answer, with its images "
+                    f"{row.location} has {length} tokens before the first answer, with its images "
                     f"(data.seq_len={self._seq_len}). Raise data.seq_len, or leave the "
                     "conversation out."
                 )
@@ -183,22 +183,20 @@ def _size(name: str) -> int:
     return len(name) if name.startswith("data:") else Path(name).stat().st_size
 
 
-def _open(name: str, place: str) -> Any:
+def _open(name: str, location: str) -> Any:
     try:
         is_uri = name.startswith("data:")
         return read_data_uri(name, "an image") if is_uri else read_image_file(name)
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{location}: {error}") from error
 
 
 def check_image_layout(config: Any) -> None:
     """Raise `ConfigError` for a layout or an option that images do not support."""
-    layout = config.layout
-    if layout.pp > 1 or layout.cp > 1:
+    if split := config.layout.splits_stages_or_tokens:
         raise ConfigError(
-            f"layout.pp={layout.pp} and layout.cp={layout.cp} must be 1 for a vision-language "
-            "model, because they divide the tokens or blocks but not the images. Use layout.zero "
-            "or layout.tp."
+            f"{split} is not supported for conversations with images, because it divides the "
+            "tokens or blocks but not the images. Use data parallelism (layout.zero)."
         )
     if config.adapter.kind == "soft-prompt":
         raise ConfigError(
