@@ -77,10 +77,11 @@ class ImageDecoder(Decoder):
             **self._state,
         )
         arguments.pop(self._cache_name, None)
-        out = self.model(**arguments, cache=self.cache, logits_to_keep=1, **self._chosen())
+        own = {"cache": self.cache, "logits_to_keep": 1, **self._chosen()}
+        out = self.model(**{**arguments, **own})
         if is_first:
             self._drop_images(tokens)
-        self._state = foreign._update_model_kwargs_for_generation({}, self._state)
+        self._state = foreign._update_model_kwargs_for_generation({}, self._state, False)
         self._rows = tokens.shape[0]
         return out.logits[:, -1].float()
 

@@ -19,7 +19,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models.config_file import read_config_file
 from bmforge.models.transformers.library import load_library
 
-__all__ = ["ProcessedPrompt", "Processor", "find_processor", "load_processor"]
+__all__ = ["ProcessedPrompt", "Processor", "find_processor", "load_processor", "without_videos"]
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -121,7 +121,7 @@ def load_processor(directory: Path) -> Any:
         if kind is None:
             return library.AutoProcessor.from_pretrained(directory, trust_remote_code=False)
         if not library.utils.is_torchvision_available():
-            kind = _without_videos(kind)
+            return _load_without_videos(kind, directory)
         return kind.from_pretrained(directory)
     except ImportError as error:
         raise ConfigError(
@@ -155,7 +155,25 @@ def _find_class(directory: Path) -> Any:
     return PROCESSOR_MAPPING.get(config_class, None)
 
 
-def _without_videos(kind: Any) -> Any:
+def _load_without_videos(kind: Any, directory: Path) -> Any:
+    """Load a processor without its part for videos, if it has one.
+
+    Raises:
+        ConfigError: the class cannot be created without this part.
+    """
+    smaller = without_videos(kind)
+    try:
+        return smaller.from_pretrained(directory)
+    except (TypeError, AttributeError) as error:
+        if smaller is kind:
+            raise
+        raise ConfigError(
+            f"a {kind.__name__} needs the package torchvision, which is not installed. Install "
+            "the torchvision that fits your torch."
+        ) from error
+
+
+def without_videos(kind: Any) -> Any:
     """Return a processor class without its part for videos, which needs torchvision."""
     if "video_processor" not in kind.get_attributes():
         return kind

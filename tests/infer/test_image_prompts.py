@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from more_vision_models import MORE_KINDS, build_vision_model
 from PIL import Image
 from torch import Tensor
-from vision_models import KINDS, make_image, write_vision_model
+from vision_models import KINDS, make_image, save_random, write_vision_model
 
 from bmforge.errors import BmforgeError, ConfigError, DataError
 from bmforge.infer import Engine, Request, generate
@@ -165,6 +167,43 @@ def test_a_row_can_choose_its_adapter(opened: Opened) -> None:
     assert not torch.equal(adapted, base)
     lora.merge()
     assert torch.equal(generate(tuned, ids, mask, inputs=inputs, **options)[1], adapted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_tokens_of_further_architectures(kind: str, tmp_path: Path) -> None:
+    config, plain_processor, mark = build_vision_model(kind)
+    save_random(config, tmp_path)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    plain.generation_config.eos_token_id = None
+    ours, processor = AutoModel.from_pretrained(tmp_path).eval(), Processor(plain_processor)
+    texts, images = [f"{mark} what", f"{mark} and {mark}"], [IMAGES[:1], IMAGES[:2]]
+    rows = 1 if kind == "paligemma" else 2  # its processor writes the image tokens itself
+    for count in range(1, rows + 1):
+        batch = processor.encode_batch(texts[:count], images[:count])
+        ids, mask, inputs = split(batch)
+        for num_beams in (1, 3):
+            wanted = plain.generate(
+                **batch, max_new_tokens=9, do_sample=False, num_beams=num_beams, pad_token_id=0
+            )
+            options = {"max_new_tokens": 9, "num_beams": num_beams, "pad_token_id": 0}
+            mine = generate(ours, ids, mask, inputs=inputs, eos_token_id=(), **options)
+            assert torch.equal(mine, wanted), (count, num_beams)
+
+
+def test_processors_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """The error names the package that is missing, or the file that is wrong."""
+    assert find_processor(tmp_path) is None
+    folder = write_vision_model(tmp_path / "model", "qwen2_5_vl")
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    if not transformers.utils.is_torchvision_available():
+        file.write_text(json.dumps({**settings, "processor_class": "MiniCPMV4_6Processor"}))
+        with pytest.raises(ConfigError, match="MiniCPMV4_6Processor needs the package torchvision"):
+            find_processor(folder)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="cannot load the processor"):
+        find_processor(folder)
 
 
 def test_inputs_that_a_model_cannot_use_are_refused() -> None:

@@ -12,7 +12,15 @@ import torch
 from PIL import Image
 from tokenizers import decoders, pre_tokenizers
 
-__all__ = ["KINDS", "make_image", "write_vision_model"]
+__all__ = [
+    "KINDS",
+    "TEXT",
+    "TOWER",
+    "make_image",
+    "make_tokenizer",
+    "save_random",
+    "write_vision_model",
+]
 
 # A CLIP tower with one token per patch; patches merged in fours with positions in three dimensions
 # (M-RoPE); tiles of an image in a row with texts between them; a bidirectional mask over images.
@@ -21,14 +29,15 @@ MARKS = [
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<image>", "<|vision_start|>",
     "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    "<img>", "</img>", "<IMG_CONTEXT>", "<video>", "<|image|>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
 ]  # fmt: skip
-_TEXT = {
+TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-_TOWER = {
+TOWER = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 28, "patch_size": 14,
 }  # fmt: skip
@@ -64,11 +73,11 @@ def _config(kind: str, ids: dict[str, int], size: int) -> Any:
     """Return the transformers config of a tiny model."""
     import transformers
 
-    text = {**_TEXT, "vocab_size": size}
+    text = {**TEXT, "vocab_size": size}
     if kind == "llava":
         return transformers.LlavaConfig(
             text_config={**text, "model_type": "llama"},
-            vision_config={**_TOWER, "model_type": "clip_vision_model"},
+            vision_config={**TOWER, "model_type": "clip_vision_model"},
             image_token_index=ids["<image>"],
             image_seq_length=4,
         )
@@ -91,7 +100,7 @@ def _config(kind: str, ids: dict[str, int], size: int) -> Any:
     if kind == "idefics3":
         return transformers.Idefics3Config(
             text_config={**text, "model_type": "llama"},
-            vision_config={**_TOWER, "model_type": "idefics3_vision"},
+            vision_config={**TOWER, "model_type": "idefics3_vision"},
             image_token_id=ids["<image>"],
             scale_factor=2,
         )
@@ -101,7 +110,7 @@ def _config(kind: str, ids: dict[str, int], size: int) -> Any:
             "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False,
         },
         tie_word_embeddings=False,
-        vision_config={**_TOWER, "model_type": "siglip_vision_model"},
+        vision_config={**TOWER, "model_type": "siglip_vision_model"},
         mm_tokens_per_image=4,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
@@ -148,8 +157,12 @@ def _write_processor(kind: str, folder: Path, tokenizer: Any) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def write_vision_model(folder: Path, kind: str) -> Path:
-    """Write a tiny model with random weights, its processor and its chat template."""
+def make_tokenizer(extra: dict[str, str]) -> tuple[Any, dict[str, int]]:
+    """Return a tokenizer of bytes and `MARKS`, and the ids of its tokens.
+
+    Args:
+        extra: attribute of the tokenizer -> special token.
+    """
     import transformers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -158,25 +171,39 @@ def write_vision_model(folder: Path, kind: str) -> Path:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(MARKS)
-    extra = {}
-    if kind == "gemma3":
-        extra = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
-                 "image_token": "<image_soft_token>"}  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         extra_special_tokens=extra, padding_side="left",
     )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_processor(kind, folder, tokenizer)
-    config = _config(kind, vocabulary, len(vocabulary))
+    return tokenizer, vocabulary
+
+
+def save_random(config: Any, folder: Path) -> None:
+    """Write a model with large random weights, so that images change the text."""
+    import transformers
+
     chosen = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = chosen._from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # so that images change the text
+        for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.2)
+            elif parameter.numel() == 1:  # gates of cross-attention
+                parameter.data.fill_(0.5)
     model.save_pretrained(folder)
+
+
+def write_vision_model(folder: Path, kind: str) -> Path:
+    """Write a tiny model with random weights, its processor and its chat template."""
+    extra = {}
+    if kind == "gemma3":
+        extra = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+                 "image_token": "<image_soft_token>"}  # fmt: skip
+    tokenizer, ids = make_tokenizer(extra)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_processor(kind, folder, tokenizer)
+    save_random(_config(kind, ids, len(ids)), folder)
     return folder
 
 
