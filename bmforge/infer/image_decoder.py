@@ -18,6 +18,7 @@ from bmforge.infer.decoder import Decoder
 from bmforge.models.transformers.calls import ForeignCache, cache_argument
 from bmforge.models.transformers.model import TransformersModel
 from bmforge.models.transformers.structure import accepted_arguments
+from bmforge.tune.delta import find_delta, list_deltas
 
 __all__ = ["ImageDecoder"]
 
@@ -51,6 +52,8 @@ class ImageDecoder(Decoder):
                 "from images. Use another model."
             )
         # Arguments of the next step, besides its tokens and the cache.
+        if inputs and len(set(adapter_names or ())) > 1:
+            _check_adapters(model)
         weight = next(p for p in model.parameters() if p.is_floating_point())
         self._state: dict[str, Any] = {
             name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
@@ -116,3 +119,19 @@ class ImageDecoder(Decoder):
             if value.shape[dim] == self._rows:
                 self._state[name] = value.index_select(dim, rows)
         self._rows = len(rows)
+
+
+def _check_adapters(model: TransformersModel) -> None:
+    """Raise `ConfigError` if adapters outside of the text decoder cannot differ between prompts.
+
+    The rows of a vision tower's batch are images or patches, not prompts.
+    """
+    stack = model.structure.stacks[0]
+    for name in list_deltas(model):
+        owners = find_delta(model, name).places()
+        outside = [owner for owner in owners if not owner.startswith(f"{stack}.")]
+        if outside:
+            raise ConfigError(
+                f"the adapter {name!r} also changes {outside[0]}, so prompts with images "
+                "cannot select different adapters in one batch. Generate for each adapter alone."
+            )

@@ -165,6 +165,12 @@ def test_a_row_can_choose_its_adapter(opened: Opened) -> None:
     alone = generate(opened.ours, ids, mask, inputs=inputs, **options)
     assert torch.equal(base, alone[0])
     assert not torch.equal(adapted, base)
+    if opened.ours.config.head == "image_text_to_text":  # no adapters on Gemma 3's vision tower
+        names = [n for n, _ in tuned.named_modules() if n.endswith(("qkv", "k_proj"))]
+        other = Lora(tuned, targets=[n for n in names if "vis" in n], rank=2, name="tower")
+        with pytest.raises(ConfigError, match="cannot select different adapters in one batch"):
+            generate(tuned, ids, mask, inputs=inputs, adapter_names=[None, lora.name], **options)
+        other.remove()
     lora.merge()
     assert torch.equal(generate(tuned, ids, mask, inputs=inputs, **options)[1], adapted)
 
