@@ -26,7 +26,7 @@ lint: $(DEV_ENV)/ready  ## style and types
 	$(DEV_ENV)/bin/ruff check . && $(DEV_ENV)/bin/ruff format --check . && $(DEV_ENV)/bin/mypy
 
 bench: $(DEV_ENV)/ready  ## ratios against peers; alone on the machine, please
-	$(DEV_ENV)/bin/python benchmarks/$(or $(NAME),train_step).py $(ARGS)
+	$(DEV_ENV)/bin/python -m benchmarks.$(or $(NAME),training.train_step) $(ARGS)
 
 docs: $(DOCS_ENV)/ready  ## the documentation site, in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/python -m mkdocs build --strict $(ARGS)

@@ -1,15 +1,15 @@
-/* Counts what torch's allocator for CPUs has given out: it takes its blocks from posix_memalign.
+/* Counts the allocated bytes of torch's CPU allocator, which calls posix_memalign.
 
-   Every thread is counted, also those that a profiler does not follow. To be compiled as a shared
-   library and named in LD_PRELOAD; planner_memory.py does both. */
+   All threads are counted, including those that a profiler does not record. `harness.build_counter`
+   compiles this file as a shared library for LD_PRELOAD. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 
-#define SLOTS (1u << 18) /* far more than blocks are alive at a time */
-static struct { uintptr_t address; long size; } known[SLOTS]; /* found by linear probing */
+#define SLOTS (1u << 18) /* far more than the live blocks */
+static struct { uintptr_t address; long size; } known[SLOTS]; /* hash table with linear probing */
 static long live_bytes, peak_bytes;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -31,7 +31,7 @@ static void add(uintptr_t address, long size) {
     pthread_mutex_unlock(&lock);
 }
 
-/* free() also gets what malloc gave: that is not known, and not counted. */
+/* free() also receives blocks of malloc, which are not in the table and not counted. */
 static void drop(uintptr_t address) {
     pthread_mutex_lock(&lock);
     unsigned hole = find(address);
@@ -39,7 +39,7 @@ static void drop(uintptr_t address) {
         live_bytes -= known[hole].size;
         for (unsigned i = (hole + 1) % SLOTS; known[i].address; i = (i + 1) % SLOTS) {
             unsigned from_home = (i - home(known[i].address)) % SLOTS;
-            if (from_home >= (i - hole) % SLOTS) { /* may stand in the hole: close it */
+            if (from_home >= (i - hole) % SLOTS) { /* move the entry into the hole */
                 known[hole] = known[i];
                 hole = i;
             }

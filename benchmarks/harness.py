@@ -1,17 +1,21 @@
-"""Fair comparisons in one run: contenders in turns, medians, ratios with intervals, a header.
+"""Shared parts of the benchmarks: alternating timings, ratios with intervals, headers and tables.
 
-Every contender lives in its own process, so that compilers, allocators and peak memory do not mix.
-Only one of them computes at a time; the others wait at a pipe.
+The two sides of a comparison run alternately in one run, so that a change of the machine's speed
+affects both. A `Contender` runs in its own process, so that compilers, allocators and peak memory
+do not mix; only one contender computes at a time. `time_in_turns` is for functions that can share
+a process. `paired_ratio` computes every ratio of speeds and names both sides.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing as mp
 import os
 import platform
-import statistics
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,26 +27,36 @@ from typing import Any
 import numpy as np
 import torch
 
+import __main__
 from bmforge.device import default_device, device_name
 from bmforge.host_memory import resident_bytes
 from bmforge.host_tuning import give_back_memory, tuned_host
 
 __all__ = [
+    "MIB",
     "Contender",
+    "Ratio",
     "Step",
     "build_counter",
     "header",
+    "make_parser",
     "paired_ratio",
-    "ratio_interval",
+    "rerun_command",
     "run_in_turns",
     "table",
+    "table_row",
+    "time_in_turns",
 ]
 
 MIB = 1 << 20
 
 
 def build_counter(folder: str) -> str:
-    """Compile what counts what torch's allocator gives out; return what goes into LD_PRELOAD."""
+    """Compile `allocator_peak.c`, which counts the allocations of torch's CPU allocator.
+
+    Returns:
+        Path of the shared library, for LD_PRELOAD.
+    """
     source, library = Path(__file__).with_name("allocator_peak.c"), f"{folder}/allocator_peak.so"
     flags = ["-O2", "-shared", "-fPIC", "-o", library, str(source), "-ldl", "-lpthread"]
     subprocess.run([os.environ.get("CC", "cc"), *flags], check=True)
@@ -51,10 +65,14 @@ def build_counter(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One timed step.
+    """One timed step of a contender.
 
-    `peak_bytes` is its peak memory above the resident set after it; sound only when memory was
-    measured, because what the allocator keeps of freed memory counts as resident otherwise.
+    Attributes:
+        seconds: wall time.
+        loss: loss that the step returned.
+        peak_bytes: peak resident memory during the step above the resident memory after it. Only
+            valid if the step measured memory; otherwise the memory that the allocator keeps after
+            a free counts as resident.
     """
 
     seconds: float
@@ -63,14 +81,14 @@ class Step:
 
 
 class Contender:
-    """A process that runs one step whenever asked.
+    """A process that runs one step per request.
 
     Args:
-        build: called in the new process with `arguments`; returns a function that runs one step and
-            returns its loss. Must be importable.
-        arguments: what `build` gets.
-        threads: torch's threads in that process.
-        tuned: ask the host for what a run of ours asks for (`bmforge.host_tuning`).
+        build: importable function, called in the new process with `arguments`; returns a function
+            that runs one step and returns its loss.
+        threads: number of torch's threads in the process.
+        arguments: arguments of `build`.
+        tuned: apply the host settings of a bmforge run (`bmforge.host_tuning`).
     """
 
     def __init__(
@@ -81,30 +99,30 @@ class Contender:
         tuned: bool = False,
     ):
         context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        given = (theirs, build, threads, tuned, arguments)
-        self._process = context.Process(target=_serve, args=given)
+        self._pipe, child_end = context.Pipe()
+        options = (child_end, build, threads, tuned, arguments)
+        self._process = context.Process(target=_serve, args=options, daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     def step(self, measure_memory: bool = False) -> Step:
-        """Run one step there and wait for it.
+        """Run one step in the process and wait for its result.
 
         Args:
-            measure_memory: hand freed memory back before the resident set is read. The next step
-                then pays for fresh pages, so its time does not count.
+            measure_memory: return freed memory to the system before the resident memory is read.
+                The next step then pays for page faults, so its time must not be used.
 
         Raises:
-            RuntimeError: the process is gone.
+            RuntimeError: the process has ended.
         """
         self._pipe.send("step with memory" if measure_memory else "step")
         try:
             return self._pipe.recv()
         except EOFError:
-            raise RuntimeError("a contender died; its traceback is above") from None
+            raise RuntimeError("A contender has ended. Its traceback is above.") from None
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._pipe.close()
         self._process.join()
 
@@ -138,16 +156,16 @@ def _serve(
 
 
 def _reset_peak() -> None:
-    """Forget this process's high-water mark of resident memory (Linux)."""
+    """Reset the peak of this process's resident memory (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_bytes() -> int:
-    """Return the high-water mark of this process's resident memory in bytes (Linux)."""
+    """Return the peak of this process's resident memory in bytes (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM line")
+    raise RuntimeError("/proc/self/status has no VmHWM line.")
 
 
 def run_in_turns(
@@ -156,13 +174,13 @@ def run_in_turns(
     budget_s: float,
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Step]]:
-    """Let every contender run one step a round, each round starting with another one.
+    """Run one step of every contender per round; each round starts with another contender.
 
     Args:
-        contenders: name -> contender; warm already.
-        rounds: how many rounds at most.
-        budget_s: no new round starts later than this; three are run in any case.
-        between: called before every round.
+        contenders: contenders by name, after their warm-up steps.
+        rounds: maximum number of rounds.
+        budget_s: time in seconds after which no round starts; the first three always run.
+        between: function that is called before every round.
     """
     steps: dict[str, list[Step]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -177,35 +195,93 @@ def run_in_turns(
     return steps
 
 
-def ratio_interval(
-    ours: Sequence[float], theirs: Sequence[float], resamples: int = 10_000
-) -> tuple[float, float, float]:
-    """Return median(theirs) / median(ours) of seconds and its 95 % bootstrap interval over rounds.
+def time_in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Return the seconds of every function in every round, after one round of warm-up.
 
-    Above 1 ours is faster. Rounds are drawn as pairs, so what slows a whole round cancels.
+    Args:
+        runs: functions by name; each round starts with another one.
+        rounds: number of rounds.
+        clock: returns seconds; `time.thread_time` counts the CPU time of one thread.
     """
-    pairs = np.array([ours, theirs])
-    drawn = np.random.default_rng(0).integers(0, pairs.shape[1], (resamples, pairs.shape[1]))
-    medians = np.median(pairs[:, drawn], axis=-1)
-    low, high = np.percentile(medians[1] / medians[0], [2.5, 97.5])
-    return statistics.median(theirs) / statistics.median(ours), float(low), float(high)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            start = clock()
+            runs[name]()
+            if number:
+                seconds[name].append(clock() - start)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Speed of one side divided by the speed of another one.
+
+    `f"{ratio:.2f}"` shows the median and the interval with two digits.
+
+    Attributes:
+        sides: names of both sides, as "A / B"; above 1, A is faster.
+        median: median over the rounds.
+        low, high: 95 % bootstrap interval of the median.
+    """
+
+    sides: str
+    median: float
+    low: float
+    high: float
+
+    def __format__(self, digits: str) -> str:
+        median, low, high = (f"{x:{digits or '.2f'}}" for x in (self.median, self.low, self.high))
+        return f"{median} ({low} to {high})"
+
+    def __str__(self) -> str:
+        return f"speed, {self.sides}: {self:.2f}"
 
 
 def paired_ratio(
-    ours: Sequence[float], theirs: Sequence[float], resamples: int = 10_000
-) -> tuple[float, float, float]:
-    """Return the median over rounds of theirs / ours in seconds and its 95 % bootstrap interval.
+    seconds: Mapping[str, Sequence[float]], first: str, second: str, resamples: int = 10_000
+) -> Ratio:
+    """Return the median over rounds of the speed of `first` divided by the speed of `second`.
 
-    For many short rounds: a drift of the machine's speed over the run cancels within each pair.
+    The ratio of each round is taken first, so a drift of the machine's speed over the run cancels.
+
+    Args:
+        seconds: times of each side by name; equal positions belong to the same round.
+        first, second: names of the two sides.
+        resamples: number of bootstrap samples for the 95 % interval.
     """
-    ratios = np.array(theirs) / np.array(ours)
-    drawn = np.random.default_rng(0).integers(0, len(ratios), (resamples, len(ratios)))
-    low, high = np.percentile(np.median(ratios[drawn], axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+    ratios = np.array(seconds[second]) / np.array(seconds[first])
+    chosen = np.random.default_rng(0).integers(0, len(ratios), (resamples, len(ratios)))
+    low, high = np.percentile(np.median(ratios[chosen], axis=1), [2.5, 97.5])
+    return Ratio(f"{first} / {second}", float(np.median(ratios)), float(low), float(high))
 
 
-def header(command: str, threads: int, packages: Sequence[str] = ("torch", "transformers")) -> str:
-    """Return a markdown list of the command, machine, versions and date."""
+def rerun_command(*arguments: str) -> list[str]:
+    """Return the command that runs the current script in a new process with other arguments."""
+    spec = getattr(__main__, "__spec__", None)
+    script = [__main__.__file__] if spec is None else ["-m", spec.name]
+    return [sys.executable, *script, *arguments]
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """Return an argument parser whose help begins with a script's docstring."""
+    _, *script = rerun_command()
+    return argparse.ArgumentParser(
+        prog=shlex.join(["python", *script]),
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def header(threads: int, packages: Sequence[str] = ("torch", "transformers")) -> str:
+    """Return a Markdown list of this command, the machine, the versions and the date."""
+    _, *script = rerun_command()
+    command = shlex.join(["python", *script, *sys.argv[1:]])
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     instructions = torch.backends.cpu.get_cpu_capability()
     load = Path("/proc/loadavg").read_text().split()[0]
@@ -221,6 +297,10 @@ def header(command: str, threads: int, packages: Sequence[str] = ("torch", "tran
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    """Return a Markdown table; without rows, its first two lines."""
+    return "\n".join(map(table_row, [columns, ["---"] * len(columns), *rows]))
+
+
+def table_row(cells: Sequence[object]) -> str:
+    """Return one line of a Markdown table."""
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"

@@ -1,7 +1,7 @@
 """Rank-aware logging and progress bars: rank 0 logs everything, other ranks only warnings.
 
-On a terminal, progress is one live line. Otherwise a plain line is logged every ten seconds, so
-that log files stay readable and long work does not look stuck.
+On a terminal, progress is one live line. Otherwise a line is logged every ten seconds, so that log
+files stay readable and long work does not look stuck.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def describe_provenance(provenance: Provenance) -> list[str]:
 
 
 def model_card(provenance: Provenance, name: str) -> str:
-    """Return a model card in Markdown: the data by license, and the duties that licenses impose."""
+    """Return a model card in Markdown: data by license, and the obligations of these licenses."""
     bases = list(dict.fromkeys(part.name for part in provenance.parts if part.kind == "base"))
     lines = ["---", f"license: {_tag(provenance.license)}"]
     lines += ["base_model:", *(f"- {base}" for base in bases)] if bases else []
@@ -320,7 +320,7 @@ def _by_license(parts: Iterable[ProvenanceSource]) -> list[str]:
 
 
 def _use(provenance: Provenance) -> list[str]:
-    """Return card lines with the duties of people who use or distribute the model."""
+    """Return card lines with the obligations of people who use or distribute the model."""
     by_term: dict[str, list[str]] = {}
     for license in provenance.licenses():
         for term in license.terms:

@@ -211,7 +211,7 @@ class Side:
     It must not reference the tensor, because both would then never be freed.
 
     Args:
-        master: storage of the trained values, possibly with more bits than the tensor.
+        master: storage of the trained values, possibly in a wider dtype than the tensor.
         origin: storage from which the values are streamed when the block runs; the tensor's own
             memory is then not valid.
         left_gradient: queue that receives the gradient as soon as backward has computed it.

@@ -2,8 +2,8 @@
 
 Initialization, loading and checkpointing all need to know which rectangular region (box) of the
 global tensor a rank holds, and where its values are. A box is one (offset, length) pair per tensor
-dim; the box of a plain tensor is the whole tensor. Values are in the tensor's own memory or in
-another storage (`Source`).
+dim; the box of a tensor that is not a DTensor is the whole tensor. Values are in the tensor's own
+memory or in another storage (`Source`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
     """Return a tensor that is sharded like `pattern` and whose local shard is `local`.
 
-    If `pattern` is a plain tensor, `local` itself is returned.
+    If `pattern` is not a DTensor, `local` itself is returned.
     """
     if not is_distributed(pattern):
         return local
@@ -134,8 +134,8 @@ def is_first_replica(tensor: Tensor, leads: bool) -> bool:
     """Return True on exactly one of the ranks that have the same shard.
 
     Args:
-        tensor: a DTensor, or a plain tensor that is replicated over several ranks.
-        leads: whether this rank is the first of the ranks that hold the replicated plain tensor.
+        tensor: a DTensor, or another tensor that is replicated over several ranks.
+        leads: whether this rank is the first of the ranks that hold the replicated tensor.
     """
     if not is_distributed(tensor):
         return leads
@@ -163,7 +163,7 @@ class Source:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values, which may have more bits than the tensor's."""
+        """Dtype of the stored data, which may be wider than the dtype of the parameter."""
         return self.pattern.dtype if self.keeper is None else self.keeper.dtype
 
     @property

@@ -308,7 +308,7 @@ def _wrapping_of(module: nn.Module) -> _Wrapping:
 def _compose_(module: nn.Module, wrapping: _Wrapping) -> None:
     """Replace a module's forward with nested partials that call all wrappers.
 
-    Plain partials add no measurable cost to a call.
+    Partials add no measurable cost to a call.
     """
     module.__dict__.pop("forward", None)
     module.__dict__.pop(_WRAPPING, None)

@@ -102,7 +102,7 @@ PUBLISHED = (
 def check_task(name: str) -> None:
     """Raise `ConfigError` for an unknown task name.
 
-    The case of published tasks' names does not matter.
+    Upper and lower case are not distinguished in the names of published tasks.
     """
     published = [task.lower() for task in PUBLISHED]
     if name in TASK_NAMES or name in ALSO or name in OLD_NAMES or name.lower() in published:

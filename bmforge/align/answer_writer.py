@@ -26,15 +26,15 @@ class AnswerWriter:
 
     On one process in fp32, the engine runs the trained module itself. A model that is sharded or
     computes in 16 bits is copied: before each rollout, its weights are gathered, one tensor at a
-    time, into a plain model.
+    time, into an unsharded model.
 
     Args:
         model: trained model.
         max_num_seqs: maximum number of answers in a batch.
         max_tokens: maximum length of a prompt with its answer.
         options: generation options of every answer, without the seed.
-        make_copy: function that returns a plain model of the same structure with allocated weights;
-            if None, a model that needs a copy raises an error.
+        make_copy: function that returns an unsharded model of the same structure with allocated
+            weights; if None, a model that needs a copy raises an error.
 
     Raises:
         ConfigError: the model does not support batching, or needs a copy and `make_copy` is None.

@@ -21,7 +21,7 @@ LOG_ARGUMENTS = ("log_extra", "log_metric")
 
 
 class RewardReply(NamedTuple):
-    """Result of a call of a reward function.
+    """Result of one call of a reward function.
 
     Args:
         rewards: return value of the function, one reward per answer.

@@ -107,7 +107,7 @@ async def _wait_for(out: Any) -> Any:
 
 
 def _score(function: Callable[..., Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Call a reward function, and return its rewards and logged values as plain data."""
+    """Call a reward function, and return its rewards and logged values as JSON data."""
     reply = call_reward(function, batch)
     rewards = [_plain(value) for value in reply.rewards]
     return {"rewards": rewards, "columns": reply.columns, "metrics": reply.metrics}

@@ -68,7 +68,7 @@ class RolloutAnswer:
         return self.is_written or [True] * len(self.ids)
 
     def to_state(self) -> dict[str, Any]:
-        """Return the answer as plain data for a checkpoint."""
+        """Return the answer as JSON data for a checkpoint."""
         return asdict(self)
 
 

@@ -1,8 +1,8 @@
-"""Answers of several turns, in which the model calls functions and reads their results.
+"""Multi-turn rollouts with tool calls: the model calls functions and reads their results.
 
 The token ids of earlier turns are reused, never decoded and encoded again: a turn begins with the
-ids of the prompt, of the answer so far, and of the encoded results. The loss excludes tokens of
-results.
+ids of the prompt, of the answer so far, and of the encoded results. The tokens of results are
+masked in the loss.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _count_cores() -> int:
 
 
 def find_extras() -> Iterator[Finding]:
-    """Yield a finding for each optional extra of bmforge, with the packages that are missing."""
+    """Yield a finding for each of bmforge's optional extras, with the packages that are missing."""
     try:
         requirements = importlib.metadata.requires("bmforge") or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Suggests an option of bmforge for an unknown one, such as an option of TRL or llama.cpp.
+"""Suggests a bmforge option for an unknown one, such as an option of TRL or llama.cpp.
 
 The tables map each option of a command to the names that it has in TRL, transformers, PEFT,
 LLaMA-Factory, Unsloth and DeepSpeed (training), and in vLLM, llama.cpp, lm-eval and Megatron (the

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bmforge.cli.options import MigrateCommand
+from bmforge.compat.cpm_pretrain.arguments import Migrated
 from bmforge.compat.cpm_pretrain.migrate import migrate_text
-from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.openprompt.configs import read_config
 from bmforge.errors import ConfigError
 from bmforge.files import check_place, replace_file

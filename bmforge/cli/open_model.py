@@ -1,4 +1,4 @@
-"""Loads a model for a command: plain or quantized, within a memory budget, with adapters."""
+"""Loads the model of a command, optionally quantized, with a memory budget or with adapters."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class EvaluateCommand:
     """Evaluate a model on texts and tasks; --layout.* options distribute it, as in `train`.
 
     Args:
-        model: directory or hub id of a model, a run's directory, or a preset with --weights.
+        model: directory or hub id of a model, a run directory, or a preset with --weights.
         allow_other_base: accept an adapter that was trained on a base model with other weights.
         config: texts and tasks to evaluate on.
     """
@@ -271,7 +271,7 @@ class DoctorCommand:
 
 @dataclass(kw_only=True)
 class MigrateCommand:
-    """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a config of bmforge.
+    """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a bmforge config.
 
     Args:
         script: launch script, such as run_gpt2.sh, or a command line in quotes (neither is

@@ -90,7 +90,7 @@ def trained_names(command: Any, config: Any, task: str) -> tuple[str, ...] | Non
 
 
 def build_value_model(command: Any, config: Any, frozen_dtype: torch.dtype) -> nn.Module:
-    """Build PPO's value model on meta: a reward model with the policy's sizes.
+    """Build PPO's value model on the meta device: a reward model with the policy's sizes.
 
     Args:
         command: a `PlanCommand`.
@@ -115,7 +115,8 @@ def workload_of(
     Args:
         name: name of the model, for display.
         config: config of the model, including its changes (`models.changes`).
-        row_tokens: sequence length in tokens; for pairs of answers, that of an answer.
+        row_tokens: sequence length in tokens; for pairs of answers, length of one prompt with its
+            answer.
         trained: names of the modules to train, in addition to those that changes add; None for all
             modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
@@ -181,7 +182,10 @@ def _make(
     trained: Collection[str] | None,
     frozen_dtype: torch.dtype,
 ) -> Model:
-    """Return the whole model on meta; its base is frozen unless everything is trained."""
+    """Return the whole model on the meta device.
+
+    Its base is frozen unless everything is trained.
+    """
     model = family.from_config(config, device="meta")
     if trained is not None:
         freeze_base_(model, trained)
@@ -206,7 +210,9 @@ def _find_kinds(model: Model) -> dict[Any, list[int]]:
 
 
 class _ShallowModels:
-    """Builds models on meta whose stacks consist of copies of one layer; caches them by depth.
+    """Builds models on the meta device whose stacks consist of copies of one layer.
+
+    Caches them by depth.
 
     Args:
         make: function that returns the whole model.
@@ -243,9 +249,9 @@ class _ShallowModels:
 
 @contextmanager
 def seen_as_plain(follower: Follower) -> Iterator[None]:
-    """Context manager in which fake tensors count as plain tensors and long loops are shortened.
+    """Context manager in which fake tensors count as ordinary tensors and long loops are shortened.
 
-    `nn.recompute` frees only the outputs of plain tensors, which it identifies by their address.
+    `nn.recompute` frees only the outputs of ordinary tensors, which it identifies by their address.
     Fake tensors have no address, so their storages identify them here. Attention with a trained
     bias loops over equal tiles, and the loss loops over equal chunks; only two iterations of each
     loop are traced, with the tile size of the planned device. If the planned device is a CPU,

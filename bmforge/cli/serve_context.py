@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.workspace import find_workspace
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
 
@@ -14,6 +15,7 @@ __all__ = ["Context", "choose_context", "key_value_bytes"]
 _ELEMENT_BYTES = 4  # fp32; caches of other dtypes are smaller
 _LEAST = 1024  # minimum within a budget, even if the KV cache exceeds its fraction
 _SHARE = 4  # the KV cache gets 1/4 of a budget; the rest is for weights, to avoid streaming blocks
+_STEP_SHARE = 3  # the KV cache and the activations of the largest step get 1/3 of a budget
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ def choose_context(
         return Context(requested, None, "as given" if requested else "the engine's default")
     per_token = key_value_bytes(model.config)
     if is_planned:
-        room = max(memory_bytes // _SHARE // (per_token * rows), min(_LEAST, limit))
-        what = f"a quarter of {format_bytes(memory_bytes)} for {rows} sequences"
+        budget = format_bytes(memory_bytes)
+        room, what = memory_bytes // _SHARE // (per_token * rows), f"a quarter of {budget}"
+        if requested is None and min(room, limit) > _LEAST:
+            of_steps = _fitting_tokens(model, memory_bytes // _STEP_SHARE, rows)
+            if of_steps < room:
+                room, what = of_steps, f"a step within a third of {budget}"
+        room, what = max(room, min(_LEAST, limit)), f"{what} for {rows} sequences"
     else:
         weights = sum(packed_bytes(tensor) for tensor in model.parameters())
         room = max((memory_bytes - weights) // 2 // per_token, 2)
@@ -76,3 +83,15 @@ def choose_context(
     if not requested and room < limit:
         reason = f"{what}; the model's maximum sequence length is {limit}"
     return Context(tokens, None if is_planned else max(min(room, rows * tokens), tokens), reason)
+
+
+def _fitting_tokens(model: Any, memory_bytes: int, rows: int) -> int:
+    """Return the sequence length whose largest step, with its KV cache, needs `memory_bytes`.
+
+    The memory is measured at two lengths and grows linearly with the length.
+    """
+    shorter, longer = (
+        work.cache_bytes + work.step_bytes
+        for work in (find_workspace(model, rows, count * _LEAST) for count in (1, 2))
+    )
+    return _LEAST + (memory_bytes - shorter) * _LEAST // max(1, longer - shorter)

@@ -52,7 +52,8 @@ class BlockRun:
             processed no token is missing.
         calls: recorded call of the block for each batch.
         inputs: input hidden states of each batch.
-        is_last: True if this is the last visit to the block.
+        is_last: True in the last call for this block; `calibrate_blocks` may visit a block several
+            times.
     """
 
     name: str

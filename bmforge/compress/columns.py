@@ -1,10 +1,10 @@
-"""Updates a matrix column by column; later columns compensate the errors of earlier ones.
+"""Updates a matrix column by column; later columns compensate for earlier columns' errors.
 
 GPTQ and SparseGPT share this procedure; they differ in the new value of a column.
 
-Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023).
-Unlike in the published code, weights of inputs that are always zero in calibration are not changed.
-Their row of the Hessian contains only the damping, so no other column compensates their errors.
+Source: Frantar et al., "GPTQ" (2022), algorithm 1; Frantar and Alistarh, "SparseGPT" (2023). Unlike
+in the published code, weights of inputs that are always zero in calibration are not changed. Their
+rows of the Hessian contain only the damping term, so no other column compensates for their errors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def settle_columns(
     name: str,
     in_place: bool = False,
 ) -> Tensor:
-    """Replace every column of a matrix and compensate its error; return the new matrix.
+    """Replace every column of a matrix and compensate for its error; return the new matrix.
 
     Args:
         matrix: weights, (rows, columns).

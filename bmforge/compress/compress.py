@@ -92,8 +92,8 @@ class Compression:
         before: size of the model before compression.
 
     Attributes:
-        model: compressed model once finished: the original object, or a plain model that
-            replaces it if it was parallelized.
+        model: compressed model once finished: the original object or, if that was parallelized, an
+            unsharded model.
         step: number of completed optimizer steps.
         distiller: `Distiller` that compares student and teacher; None without a teacher.
     """
@@ -119,7 +119,10 @@ class Compression:
         self._is_finished = False
 
     def init_(self, seed: int = 0) -> None:
-        """Initialize the parameters that only distillation uses; for models built on meta."""
+        """Initialize the parameters that only distillation uses.
+
+        This is needed for models that are built on the meta device.
+        """
         if self.distiller is not None:
             self.distiller.init_(seed)
 
@@ -173,7 +176,7 @@ class Compression:
             method.after_step_(model, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the state of each method as plain numbers, equal on every process."""
+        """Return the step and each method's state as numbers, the same on every process."""
         return {
             "step": self.step,
             "methods": {method.name: method.state_dict() for method in self.methods},
@@ -206,7 +209,7 @@ class Compression:
     def finish_(self) -> CompressReport:
         """Finish all methods and return the report of the compressed model.
 
-        For a parallelized model, `model` becomes a plain model on every process.
+        If the model was parallelized, `model` becomes an unsharded model on every process.
 
         Raises:
             ConfigError: the compression is already finished, or the model is split into
@@ -234,7 +237,7 @@ METHOD_WORDS = dict(
 
 
 def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Return the model or, if it is parallelized, a plain model with its values."""
+    """Return the model or, if it is parallelized, an unsharded model with the same values."""
     if not any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values()):
         return model
     record = laid_out(model)

@@ -36,13 +36,13 @@ class Method(Protocol):
         """Update the method after an optimizer step; `step` is the number of completed steps."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is not in the model, as plain numbers equal on every process."""
+        """Return the state that is not in the model, as numbers that are equal on every process."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the result of `state_dict`."""
 
     def finish_(self, model: nn.Module) -> dict[str, Any]:
-        """Finish the compressed model; return results for the report as plain values."""
+        """Finish the compressed model; return results for the report as JSON values."""
 
 
 class MethodBase:

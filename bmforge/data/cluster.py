@@ -132,7 +132,7 @@ def _make(
 
 
 def _log_dir(config: ClusterConfig) -> Path:
-    """Return the log directory: it is next to the corpus, because the work directory is removed."""
+    """Return the log directory, next to the corpus because the work directory is removed."""
     out = Path(config.out_dir)
     return out.with_name(f"{out.name}.cluster")
 

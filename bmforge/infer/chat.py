@@ -34,7 +34,8 @@ class Conversation:
     Args:
         model: model that generates text, except EVA and CPM-Bee.
         tokenizer: the model's tokenizer.
-        template: chat template that renders the messages; None means a plain template.
+        template: chat template that renders the messages; None means the default template (``Role:
+            text`` lines).
         options: generation options of the answers; end tokens are taken from the tokenizer and
             the template. Answers are cut at the model's maximum length.
         system: system message.
@@ -135,7 +136,7 @@ class Conversation:
         )
 
     def _warn_dropped(self, count: int, total: int) -> None:
-        """Log that the model no longer sees the oldest messages, if it saw more of them before."""
+        """Log a warning if the context is full and more of the oldest messages are left out."""
         if count > self._num_dropped:
             get_logger().warning(
                 "the context of %d tokens is full: the oldest %d of %d messages are left out. "

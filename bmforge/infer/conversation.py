@@ -128,7 +128,7 @@ def converse(
     system: str | None = None,
     limit: int | None = None,
 ) -> Conversation:
-    """Open a conversation with the chat template of the model's directory, or a plain template.
+    """Open a conversation with the chat template of the model's directory, or the default one.
 
     Args:
         model, tokenizer, directory, limit: arguments of `open_talk`.

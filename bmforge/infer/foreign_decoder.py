@@ -154,17 +154,7 @@ class SeparateDecoder(Decoder):
 
 
 class ForeignSeq2SeqDecoder(Decoder):
-    """Decodes with a transformers encoder-decoder; the source is encoded once, by the first run.
-
-    Args:
-        model: model that computes the logits.
-        source: token ids of the encoder's input.
-        mask: 1 for tokens of the source, 0 for padding; None if there is no padding.
-        adapter_names: adapter name of each sequence; see `Decoder`.
-
-    Shape:
-        source, mask: (B, S)
-    """
+    """Decodes with a transformers encoder-decoder; the first run encodes the source, once."""
 
     def __init__(
         self,

@@ -182,7 +182,7 @@ def _choose_rows(
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the ids of all sequences after every step, as views of one tensor, until all ended."""
+    """Yield the ids of all sequences after every step (views of one tensor), until all end."""
     generator = None
     if config.seed is not None:
         generator = torch.Generator(prompt.device).manual_seed(config.seed)
@@ -288,20 +288,13 @@ def check_prompt(
             f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
             f"vocab_size={model.config.vocab_size}. Use ids of the model's own tokenizer."
         )
-    longest = input_ids.shape[1] + config.max_new_tokens
-    if model.position_limit is not None and longest > model.position_limit:
-        raise ConfigError(
-            f"{input_ids.shape[1]} prompt tokens and max_new_tokens={config.max_new_tokens} "
-            f"need {longest} positions, but the model has "
-            f"max_seq_len={model.config.max_seq_len}. Truncate the prompt on the left, or "
-            "request fewer new tokens."
-        )
+    goes_on = model.traits.reads != "apart"
+    _check_length(model, input_ids.shape[1], config.max_new_tokens, goes_on)
     pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
         attention_mask = input_ids != pad
     if attention_mask is None:
         return None
-    goes_on = model.traits.reads != "apart"
     mask = _check_mask(input_ids, attention_mask, goes_on)
     # A soft prompt is in front of the padding, so rows of a model with a soft prompt may have a
     # gap. A mask computed from the ids has a gap if a text contains the padding token.
@@ -323,6 +316,18 @@ def check_inputs(model: Any, inputs: Mapping[str, Tensor] | None) -> None:
         raise ConfigError(
             "images cannot be combined with a soft prompt, because it moves the positions of the "
             "images. Use another adapter, or leave the images out."
+        )
+
+
+def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:
+    """Raise `ConfigError` if a sequence exceeds the positions; source and target have their own."""
+    limit = model.position_limit
+    needed = length + new_tokens if goes_on else max(length, new_tokens)
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"{length} prompt tokens and max_new_tokens={new_tokens} need {needed} positions, but "
+            f"the model has max_seq_len={model.config.max_seq_len}. Truncate the prompt on the "
+            "left, or request fewer new tokens."
         )
 
 
@@ -354,12 +359,12 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
         return None
     if not goes_on and not bool(mask.any(1).all()):
         rows = (~mask.any(1)).nonzero()[:, 0].tolist()
-        raise ShapeError(f"rows {rows} contain padding only. Remove these rows.")
+        raise ShapeError(f"sequences {rows} contain padding only. Remove them.")
     if goes_on and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
-            f"rows {rows} end with padding, so no token can be generated after them. Pad on the "
-            "left, with attention_mask=0 before the tokens."
+            f"sequences {rows} end with padding, so no token can be generated after them. Pad on "
+            "the left, with attention_mask=0 before the tokens."
         )
     return mask
 
@@ -369,7 +374,7 @@ def _check_gaps(mask: Tensor) -> None:
     rows = (mask.diff(dim=1) < 0).any(1).nonzero()[:, 0].tolist()
     if rows:
         raise ShapeError(
-            f"rows {rows} have padding between tokens. Pad on the left, with attention_mask=0 "
+            f"sequences {rows} have padding between tokens. Pad on the left, with attention_mask=0 "
             "before the tokens."
         )
 

@@ -56,10 +56,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def _without_start_token(config: ModelConfig) -> dict[str, Any]:
-    """Return the published fields; ``min_length`` of an encoder-decoder counts new tokens.
+    """Return the options of generation_config.json, with ``min_length`` converted to new tokens.
 
-    Its decoder starts with one token, which ``min_length`` includes. For other models it includes
-    the prompt and remains unsupported.
+    The first token of an encoder-decoder's output is the start token, which ``min_length``
+    includes. For other models ``min_length`` includes the prompt and remains unsupported.
     """
     published = dict(config.generation_defaults)
     if config.raw.get("is_encoder_decoder") and isinstance(published.get("min_length"), int):
@@ -69,15 +69,16 @@ def _without_start_token(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_generation_defaults(config: ModelConfig) -> dict[str, Any]:
-    """Return the published generation options of a model as fields of `GenerationConfig`.
+    """Return a model's generation_config.json as fields of `GenerationConfig`.
 
     ``max_length`` is ignored; `max_new_tokens` limits the number of new tokens.
 
     Args:
-        config: the model's config, whose `generation_defaults` are the published fields.
+        config: the model's config, whose `generation_defaults` are the fields of
+            generation_config.json.
 
     Raises:
-        ConfigError: a published field that would change the tokens is not supported.
+        ConfigError: the file has an unsupported field that would change the generated tokens.
     """
     published = _without_start_token(config)
     problems = [

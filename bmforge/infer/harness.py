@@ -53,7 +53,7 @@ class TextModel:
     Args:
         model: decoder or encoder-decoder with its language-model head, in any parallel layout.
         tokenizer: the model's tokenizer.
-        template: chat template; None means a plain template.
+        template: chat template; None means the default template (``Role: text`` lines).
         max_length: maximum sequence length in tokens (default: the model's, at most 2,048).
         batch_size: number of sequences per forward pass.
         rows: data-parallel size and rank of this process; None for a single process.
@@ -228,7 +228,7 @@ class _MarkedError(Exception):
 
 
 def open_lm(name: str | Path | TextModel, **options: Any) -> Any:
-    """Return a model for lm-eval, such as in ``simple_evaluate(model=open_lm("run/export"))``.
+    """Return a model for lm-eval, for example for ``simple_evaluate(model=open_lm("run/export"))``.
 
     Args:
         name: directory or hub id of a model with its tokenizer, or a `TextModel`.

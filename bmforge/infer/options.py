@@ -210,16 +210,17 @@ class GenerationConfig:
         return type(self)(**own_fields | changes)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
-        """Return a copy in which fields that are not given have a model's published values.
+        """Return a copy in which fields that are not given have the model's own defaults.
 
-        A published option that contradicts a given option is dropped: given beam search or greedy
-        decoding drops published sampling options, and given sampling drops published beams.
+        A default that contradicts a given option is dropped: if the caller selects beam search or
+        greedy decoding, the model's sampling options are dropped; if the caller selects sampling,
+        the model's number of beams is dropped.
 
         Args:
-            defaults: map from field name to published value.
+            defaults: values of the model's generation_config.json, by field name.
 
         Returns:
-            copy in which all fields count as given
+            copy in which all fields count as explicitly given
         """
         own_fields = {name: getattr(self, name) for name in self.fields_set}
         free = {name: value for name, value in defaults.items() if name not in own_fields}

@@ -1,4 +1,4 @@
-"""Computes tokens from logits with pure functions, applied in transformers' order.
+"""Pure functions that compute the next tokens from logits, in the order of transformers.
 
 Scores are (B, V) logits (log-probabilities in a beam search); -inf forbids a token.
 """

@@ -271,7 +271,10 @@ def collect_rows(
 
 
 def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
-    """Yield the input indices of each batch; all processes have the same number of batches."""
+    """Yield the input indices of this process's batches.
+
+    All processes have equally many batches.
+    """
     for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
         yield list(range(start, start + size))
 
@@ -292,7 +295,7 @@ def _pad(
 
 
 def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) -> Tensor:
-    """Return each answer's log-probability, and how many of its tokens are the argmax.
+    """Return each answer's log-probability, and the number of its tokens that are the argmax.
 
     Shape:
         returns (B, 2); sequences are padded to at most `width` tokens
@@ -328,7 +331,7 @@ def _read_apart(model: Any, pairs: Sequence[Pair], device: torch.device, width: 
 
 
 def _sum(logits: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
-    """Return each row's log-probability of the counted ids, and how many of these are the argmax.
+    """Return each sequence's log-probability of the ids in `counted`, and how many are the argmax.
 
     Shape:
         logits: (B, T, V); ids, counted: (B, T); returns (B, 2)

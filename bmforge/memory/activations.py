@@ -1,8 +1,8 @@
 """Activation offload: tensors saved for backward stay on the host until backward uses them.
 
 A block's saved tensors are copied to the host while the next block computes. In backward they are
-copied back one block ahead. The device thus holds the activations of about two blocks, whatever
-the depth of the model.
+copied back one block ahead. The device thus holds the activations of about two blocks, regardless
+of the depth of the model.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Call:
     """Offloaded tensors that one call of a block saved for backward.
 
     Args:
-        before: the call before this one, whose backward runs directly after this call's.
+        before: previous call, whose backward runs directly after the backward of this call.
     """
 
     def __init__(self, number: int, before: _Call | None) -> None:
@@ -188,7 +188,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True if a plain tensor occupies contiguous memory, in any dimension order."""
+    """Return True if a tensor occupies contiguous memory, in any order of its dims."""
     if type(tensor) is not Tensor or not tensor.is_floating_point():
         return False
     pairs = sorted(zip(tensor.stride(), tensor.shape, strict=True))

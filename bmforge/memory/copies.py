@@ -39,7 +39,10 @@ def staging_bytes(size_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class CopyEvent:
-    """A recorded event; `kind` is "asked", "begun", "done", "awaited" or a user-defined string."""
+    """A recorded event of a task.
+
+    `kind` is "asked" (submitted), "begun", "done", "awaited", or an event that a caller records.
+    """
 
     kind: str
     label: str
@@ -81,7 +84,7 @@ class Ticket:
             self._device_event.synchronize()
 
     def settle(self) -> None:
-        """Block until the task has ended; its error is ignored."""
+        """Block until the task has ended; do not raise its error."""
         self._finished.wait()
 
     def _join(self) -> None:

@@ -1,6 +1,6 @@
 """Gradient offload: each gradient is copied to the host as soon as backward has computed it.
 
-`offload.py` selects the parameters; the optimizers are in `train/offload`.
+`offload.py` selects the parameters; the optimizers that use the gradients are in `train/offload`.
 """
 
 from __future__ import annotations

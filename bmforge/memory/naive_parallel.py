@@ -28,8 +28,8 @@ def spread_blocks_(
     Args:
         model: model whose blocks are already on their devices; this function moves no weights.
         places: mapping from block name to device, in execution order.
-        home: device of the other modules; the last block of every stack moves its output there. If
-            None, outputs stay on the device of their block.
+        home: device of the modules outside of blocks, to which the last block of every stack moves
+            its output. If None, outputs stay on the device of their block.
 
     Returns:
         a function that removes the hooks, without moving any weights.

@@ -39,8 +39,8 @@ class OffloadConfig:
         weights: also offload the blocks' weights and stream them; requires a single process and
             fraction 1.
         activations: also offload the tensors saved for backward, except those of the last block.
-        gradients: "leave" copies each gradient to the host as soon as it is computed; "stay"
-            keeps it on the device until the optimizer step; "auto" means "leave", except on a CPU.
+        gradients: when gradients are copied to the host: "leave": as soon as they are computed;
+            "stay": in the optimizer step; "auto": "leave", but "stay" on a CPU.
     """
 
     fraction: float | Literal["auto"] = 0.0

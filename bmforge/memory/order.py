@@ -11,7 +11,7 @@ class BlockExecution(NamedTuple):
     """One execution of a block.
 
     Attributes:
-        phase: "plain" without gradients; otherwise "forward" or "backward".
+        phase: "plain" (forward without gradients), "forward" (with gradients) or "backward".
         block: index of the block.
     """
 

@@ -23,7 +23,7 @@ def spread_resident(num_blocks: int, num_resident: int) -> list[int]:
         ConfigError: `num_resident` is negative or more than `num_blocks`.
 
     Source: ``calc_fixed_layers`` of BMInf's scheduler: with S of L blocks streamed, block i is
-    resident if ``(i + 1) * S // L`` is the same as for the block before.
+    resident if ``(i + 1) * S // L`` equals ``i * S // L``.
     """
     if not 0 <= num_resident <= num_blocks:
         raise ConfigError(
@@ -73,7 +73,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
 
 
 def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
-    """Return the indices of resident blocks: all larger than `largest`, and as many more as fit."""
+    """Return the indices of resident blocks: those larger than `largest`, and more if they fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
     for count in range(len(movable), -1, -1):
         chosen = [movable[index] for index in spread_resident(len(movable), count)]

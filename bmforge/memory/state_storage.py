@@ -109,8 +109,8 @@ class Home:
 def _levels(signed: bool) -> tuple[Tensor, Tensor]:
     """Return the 256 code values, ascending in [-1, 1] or [0, 1], and the bounds between them.
 
-    The codes span seven decades and are denser for larger values: small values keep their order of
-    magnitude, large values two significant digits.
+    The codes span seven decades and are denser for larger values: small values keep only their
+    order of magnitude, large values two significant digits.
 
     Source: dynamic tree quantization, Dettmers et al. 2022, "8-bit Optimizers via Block-wise
         Quantization".

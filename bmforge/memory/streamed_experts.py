@@ -149,7 +149,7 @@ class ExpertStreamer:
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
-        """Apply one requested expert to its tokens, after waiting for its weights if necessary."""
+        """Apply one expert to its tokens; wait for its weights if they are being read."""
         slot = self._here[key]
         self._here.move_to_end(key)
         if slot.ticket is not None:
@@ -261,7 +261,7 @@ def stream_experts_(
     Call this while the model is on the meta device: loading its weights then skips the experts.
 
     Args:
-        model: model, possibly on the meta device, whose MoE layers are called `experts`.
+        model: model, possibly on the meta device, whose MoE layers are named `experts`.
         read: function that reads experts, such as `models.weight_reader(...).read_expert`.
         device: compute device.
         budget_bytes: size of the expert cache on the device.

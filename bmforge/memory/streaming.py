@@ -193,7 +193,7 @@ class Streamer:
 
 
 def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Return True if a tensor stays resident: `stays` selects it, or several modules share it."""
+    """Return True if a tensor stays resident: it is selected by `stays`, or modules share it."""
     return id(tensor) in shared or _keeps(stays, name, tensor)
 
 

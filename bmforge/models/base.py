@@ -210,7 +210,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
         Args:
             config: config from config.json or a preset.
-            shapes: mapping from the published name of each stored tensor to its shape.
+            shapes: mapping from the name of each tensor in the checkpoint to its shape.
         """
         return config
 

@@ -105,7 +105,7 @@ def _listed(where: Any) -> Any:
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
-    """Apply a `Change` in place to a model that is not parallelized; it may be on meta.
+    """Apply a `Change` in place to a model that is not parallelized; it may be on the meta device.
 
     This works on any module; only `Model.change_` also records the change.
 

@@ -137,7 +137,7 @@ class ModelConfig:
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
-        """Published generation options, with transformers' names.
+        """Generation options from the model's files, with transformers' names.
 
         The options are those of generation_config.json or, if that file is missing, those of
         config.json, as in transformers.

@@ -1,6 +1,6 @@
 """CPM-1 (Zhang et al., "CPM: A Large-scale Generative Chinese Pre-trained Language Model", 2020).
 
-A GPT-2 in Megatron format; the published weight names are those of `model/gpt2_modeling.py`.
+A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/gpt2_modeling.py`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CPM1(CausalLM):
         return self.all_rules()
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to published names; q, k and v are rows of one matrix."""
+        """Map parameter names to names in checkpoints; q, k and v are rows of one matrix."""
         width = self.config.hidden_size
         block, published = "layers.{i}.", "transformer.layers.{i}."
         modules = {

@@ -117,7 +117,7 @@ class CPM2(Seq2Seq):
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to published names; see `megatron_rules`."""
+        """Map parameter names to names in checkpoints; see `megatron_rules`."""
         return megatron_rules(self.config)
 
     def megatron_rules(self) -> list[WeightRule]:
@@ -165,7 +165,7 @@ def _fused(own: str, parts: Iterable[str], published: str, config: Any) -> list[
 
 
 def _feed_forward_rules(own: str, published: str, has_experts: bool) -> list[WeightRule]:
-    """Map names of the MLP or experts to published ones; expert names lack ".weight"."""
+    """Map names of the MLP or experts to names in checkpoints; experts lack ".weight" there."""
     names = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
     if not has_experts:
         modules = {f"{own}mlp.{a}": f"{published}ff.dense_relu_dense.{b}" for a, b in names.items()}

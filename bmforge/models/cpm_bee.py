@@ -294,7 +294,7 @@ class _Tokens(NamedTuple):
 
 
 def _check_tokens(shape: tuple[int, int], **described: Tensor | None) -> _Tokens:
-    """Raise `ShapeError` unless all inputs are given and cover the cached and the new tokens."""
+    """Raise `ShapeError` unless all inputs are given, for the cached and the new tokens."""
     for name, tensor in described.items():
         if tensor is None:
             raise ShapeError(

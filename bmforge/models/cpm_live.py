@@ -222,7 +222,7 @@ class CPMLive(CausalLM):
 
     @property
     def is_begun(self) -> bool:
-        """True if an earlier pipeline stage has embedded the tokens of this call."""
+        """True on later pipeline stages: an earlier stage has embedded the tokens."""
         return span_of(self.layers).first > 0
 
     @property

@@ -384,7 +384,7 @@ class EncoderModel(Model):
         return out._replace(loss=decoder(self.mlm_head(x), labels, num_items))
 
     def all_rules(self) -> list[WeightRule]:
-        """Map all parameter names to published ones; an untied decoder has another bias name."""
+        """Map all parameter names to names in checkpoints; an untied decoder has its own bias."""
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules

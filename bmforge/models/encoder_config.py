@@ -29,9 +29,10 @@ def encoder_heads(stem: str, head: dict[str, str], sequence: dict[str, str]) -> 
 
     Args:
         stem: prefix of the class names, such as ``"Bert"``.
-        head: published name for each bmforge name of a masked-LM head's module; ``"bias"`` for
-            the decoder's bias.
-        sequence: published name for each bmforge name of a sequence classifier's module.
+        head: mapping from bmforge's name of each module of the masked-LM head to its name in
+            checkpoints; the key ``"bias"`` is for the decoder's bias.
+        sequence: mapping from bmforge's name of each module of the sequence classifier to its name
+            in checkpoints.
     """
     kinds = ("weight", "bias")
     modules = [(f"mlm_head.{part}", head[part]) for part in ("dense", "norm", "decoder")]

@@ -1,9 +1,9 @@
 """EVA, for Chinese dialogue (Zhou et al. 2021; Gu et al., "EVA2.0", 2022).
 
 A CPM-2 with role embeddings and, from 2.0 on, scaled attention. Names and fields are those of the
-published class (branch huggingface of thu-coai/EVA); Megatron shards, which have CPM-2's names, can
-be loaded too. The published class uses the exact GELU, but EVA was trained in Megatron with the
-tanh approximation of GELU, so a model loaded from shards has `activation="gelu_new"`.
+original class (branch huggingface of thu-coai/EVA); Megatron shards, which have CPM-2's names, can
+be loaded too. The original class uses the exact GELU, but EVA was trained in Megatron with the tanh
+approximation of GELU, so a model loaded from shards has `activation="gelu_new"`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation that the published class uses for a parameter.
+        """Return the standard deviation that the original class uses for a parameter.
 
         It is 1 for embeddings and head; for other weights it depends on the input width.
         """

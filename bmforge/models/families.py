@@ -76,7 +76,7 @@ class FamilyTable(Mapping[str, type[Model]]):
         self._modules = dict(sorted(module_of.items()))
 
     def __getitem__(self, name: str) -> type[Model]:
-        """Import and return a model class."""
+        """Import the model class with this name, and return it."""
         module = importlib.import_module(f"bmforge.models.{self._modules[name]}")
         family = getattr(module, name)
         assert issubclass(family, Model)

@@ -149,7 +149,7 @@ class GLMConfig(ModelConfig):
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], allow_unknown: tuple[str, ...] = ()) -> Self:
-        """Convert the published config; raise `ConfigError` for a GLM-4 config."""
+        """Convert the contents of a config.json; raise `ConfigError` for those of GLM-4."""
         if fields := sorted(_GLM4S & set(raw)):
             raise ConfigError(
                 f"config.json has {', '.join(fields)}, so the model is a GLM-4, which has the "
@@ -283,7 +283,7 @@ class GLM(CausalLM):
         """Accept any length: only positions are limited, and generated tokens reuse positions."""
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to published names; q, k and v are fused."""
+        """Map parameter names to names in checkpoints; q, k and v are fused."""
         width, block, published = self.config.hidden_size, "layers.{i}.", "layers.{i}."
         names = {
             "embed_positions": "position_embeddings",

@@ -38,7 +38,7 @@ class Head:
 
     Args:
         architecture: name of the transformers class, as in config.json.
-        names: mapping from bmforge's name of each parameter of the head to the published name.
+        names: mapping from bmforge's name of each parameter of the head to its name in checkpoints.
         prefix: prefix of the body's parameter names; if None, the family's default.
         aliases: names of other classes whose checkpoints this head can load.
         optional: parameters that are initialized if a checkpoint lacks them.
@@ -58,9 +58,9 @@ def classifier_heads(
 
     Args:
         stem: prefix of the class names, such as ``"Llama"``.
-        sequence: published module name of the sequence classifier; "" to omit this head.
-        token: published module name of the token classifier; "" to omit this head.
-        question: published module name of question answering; "" to omit this head.
+        sequence: module name of the sequence classifier in checkpoints; "" to omit this head.
+        token: module name of the token classifier in checkpoints; "" to omit this head.
+        question: module name of the question answering head in checkpoints; "" to omit this head.
         sequence_bias: True if the sequence classifier has a bias.
     """
 

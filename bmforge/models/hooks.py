@@ -17,7 +17,7 @@ class ModelHooks:
     """Default hooks for bmforge's families, some of which `TransformersModel` overrides.
 
     Attributes:
-        hf_unused: name globs of published weights that no head of bmforge uses, such as a
+        hf_unused: name globs of checkpoint tensors that no head of bmforge uses, such as a
             next-sentence head.
         traces_memory: True if the model can run on the meta device, to measure its memory use.
         keeps_foreign_cache: True if the model uses the KV cache of another library; see
@@ -58,5 +58,5 @@ class ModelHooks:
         return name in names or any(name.startswith(f"{owner}.") for owner in owners if owner)
 
     def is_unused(self, name: str) -> bool:
-        """Return True for a published tensor that no head uses."""
+        """Return True for a checkpoint tensor that no head uses."""
         return any(match_glob(name, glob) for glob in self.hf_unused)

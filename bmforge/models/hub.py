@@ -132,7 +132,7 @@ def find_model(name: str | Path) -> Path:
 
 
 def find_base_model(adapter: str | Path) -> Path:
-    """Return the directory of an adapter's base model; see `find_base`."""
+    """Return the directory of the base model of an adapter; see `find_base`."""
     return find_base(Path(adapter), find_model)
 
 

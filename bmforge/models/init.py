@@ -90,9 +90,10 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
     """Initialize all weights of a model with the same values on every layout; return the model.
 
     Args:
-        model: `Model`, on a device, on meta, or parallelized.
+        model: `Model`, on a device, on the meta device, or parallelized.
         seed: random seed of the initialization.
-        device: device for a model on meta; None for the layout's device, or the CPU without one.
+        device: device for a model on the meta device; None for the layout's device, or the CPU
+            without one.
     """
     materialize_(model, device)
     for name, tensor in persistent_tensors(model).items():

@@ -1,7 +1,7 @@
 """Loads the integer weights of GGUF, GPTQ and AWQ checkpoints without requantizing.
 
 Weights that the packed layout can represent exactly are repacked without rounding. All other
-weights become floats.
+weights are dequantized to floats.
 """
 
 from __future__ import annotations

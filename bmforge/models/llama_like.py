@@ -68,7 +68,7 @@ def llama_heads(
 
     Args:
         stem: prefix of transformers' class names.
-        sequence: published module name of the sequence and token classifiers.
+        sequence: module name of the sequence and token classifiers in checkpoints.
         question_prefix: prefix of the body's parameter names in question answering checkpoints.
     """
     heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
@@ -97,7 +97,7 @@ def llama_rules() -> list[WeightRule]:
 
 
 def gate_up_rules(width: int) -> list[WeightRule]:
-    """Map the gate and up projections of an MLP to the rows of one fused published tensor.
+    """Map an MLP's gate and up projections to the rows of one fused checkpoint tensor.
 
     Args:
         width: hidden width F of the MLP.
@@ -124,7 +124,7 @@ def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
 
 
 def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[WeightRule]:
-    """Map the parameters of q, k and v to the rows of one fused published layer.
+    """Map the parameters of q, k and v to the rows of one fused checkpoint tensor.
 
     Args:
         published: transformers' name of the layer.

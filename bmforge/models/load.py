@@ -1,4 +1,4 @@
-"""Loads published weights into a model on any layout; each rank reads only its shards.
+"""Loads checkpoints into a model on any layout; each rank reads only its shards.
 
 Tensors are read directly into the parameter if dtype and layout match, otherwise through a small
 buffer (see `formats.safe_file`).
@@ -39,9 +39,10 @@ def load_weights_(
     """Load a Hugging Face checkpoint into a model; each rank reads only its shards.
 
     Args:
-        model: `Model`, on a device, on meta, or parallelized.
+        model: `Model`, on a device, on the meta device, or parallelized.
         source: directory of the weights, or their `WeightFiles`.
-        device: device for a model on meta; None for the layout's device, or the CPU without one.
+        device: device for a model on the meta device; None for the layout's device, or the CPU
+            without one.
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.
         threads: number of reading threads (default: torch's number of threads, at most 8).
         elsewhere: mapping from the name of a module on another device to that device.
@@ -183,7 +184,8 @@ def weight_reader(
     """Return a reader that reads a model's tensors from a checkpoint.
 
     Args:
-        model: model, possibly on meta; names and shapes are compared with the files immediately.
+        model: model, possibly on the meta device; names and shapes are compared with the files
+            immediately.
         source: directory of the weights, or their `WeightFiles`.
         threads: number of reading threads (default: torch's number of threads, at most 8).
         new_head: initialize the head's weights (seed 0) if the checkpoint has none of this shape.

@@ -24,8 +24,8 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
     """Map names of router and experts to those of checkpoints with one tensor per expert.
 
     Args:
-        published: published name of a layer's module, with `{i}` for the layer index.
-        names: mapping from bmforge's name of a projection to the published name.
+        published: name of a layer's module in checkpoints, with `{i}` for the layer index.
+        names: mapping from bmforge's name of a projection to its name in checkpoints.
     """
     block = "layers.{i}.mlp."
     experts = [

@@ -14,16 +14,17 @@ class TensorCut:
 
     Args:
         glob: module glob, see `surgery`.
-        style: "part": sublayer with sharded children, whose input is replicated; "whole":
-            sublayer that is replicated and needs all tokens; "column": linear layer sharded by
-            outputs; "row": linear layer sharded by inputs; "key_value": sharded by outputs, or
-            replicated if there are fewer heads than ranks; "bias": table sharded by columns, one
-            per head; "head_norm" and "gate": replicated, each rank uses the entries of its heads;
-            "embedding" and "head": sharded by vocabulary; "experts": each expert sharded by width.
-            For linear layers of other libraries' modules: "own_column": like "column", but sums its
-            own input gradient; "gathered_column": like "own_column", with all outputs on every
-            rank; "split_row": like "row", with a replicated input; "shared_tail": replicated;
-            gradients of the last `units` outputs, which the heads of all ranks share, are summed.
+        style: "part" (of a block): sublayer with sharded children, whose input is replicated;
+            "whole": sublayer that is replicated and needs all tokens; "column": linear layer
+            sharded by outputs; "row": linear layer sharded by inputs; "key_value": sharded by
+            outputs, or replicated if there are fewer heads than ranks; "bias": table sharded by
+            columns, one per head; "head_norm" and "gate": replicated, each rank uses the entries of
+            its heads; "embedding" and "head": sharded by vocabulary; "experts": each expert sharded
+            by width. For linear layers of other libraries' modules: "own_column": like "column",
+            but sums its own input gradient; "gathered_column": like "own_column", with all outputs
+            on every rank; "split_row": like "row", with a replicated input; "shared_tail":
+            replicated; gradients of the last `units` outputs, which the heads of all ranks share,
+            are summed.
         units: number of indivisible units (heads); 0 if every row or column is a unit.
     """
 

@@ -40,8 +40,8 @@ def write_model(
         overwrite: replace existing weights.
         max_file_bytes: size above which the weights are split over several files.
         alone: True if this rank has the full model and writes it alone.
-        dtype: dtype of the written float tensors, or a function from published name to dtype
-            (default: the model's).
+        dtype: dtype of the written float tensors, or a function from tensor name in the file to
+            dtype (default: the model's).
     """
     if has_weights(out) and not overwrite:
         raise CheckpointError(
@@ -116,7 +116,8 @@ def write_config(
 def needs_bmforge(model: Any) -> bool:
     """Return True if the model has changes, so that only bmforge builds it from its config.
 
-    An MLP that is split into experts has the tensors of the plain model, in another order.
+    An MLP that is split into experts does not count, because its saved tensors are those of the
+    dense model, in another order.
     """
     return bool(_changes_of(model))
 
@@ -160,7 +161,7 @@ def _source_bytes(rule: WeightRule, parameter: Tensor, dtype: torch.dtype) -> in
 def _dtype_of(
     tensor: Tensor, name: str, dtype: torch.dtype | Callable[[str], torch.dtype] | None
 ) -> torch.dtype:
-    """Return the dtype in which a tensor is written under its published name."""
+    """Return the dtype in which a tensor is written; `name` is its name in the file."""
     if dtype is None or not tensor.is_floating_point():
         return tensor.dtype
     return dtype if isinstance(dtype, torch.dtype) else dtype(name)

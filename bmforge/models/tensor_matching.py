@@ -72,7 +72,7 @@ def match_sources(
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
-    """Return the published names of the head's weights that are missing or have another shape.
+    """Return the checkpoint names of head weights that are missing or have another shape.
 
     Optional weights are excluded.
 

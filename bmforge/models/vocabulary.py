@@ -82,7 +82,7 @@ def _check_table(model: Any, new_size: int) -> None:
         )
     if not model.config.vocab_size or getattr(table, "weight", None) is None:
         raise ConfigError(
-            f"{kind} has no plain token embedding, so its vocabulary cannot be resized."
+            f"{kind} has no unmodified token embedding, so its vocabulary cannot be resized."
         )
     rows = table.num_embeddings
     if rows != model.config.vocab_size:

@@ -1,4 +1,4 @@
-"""Mixin with the published names of a model's tensors, as `WeightRule`s."""
+"""Mixin with the names of a model's tensors in checkpoints, as `WeightRule`s."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["WeightNames"]
 
 
 class WeightNames:
-    """Mixin of `Model` for its `WeightRule`s, which map parameters to published tensors."""
+    """Mixin of `Model` for its `WeightRule`s, which map parameters to checkpoint tensors."""
 
     config: Any
     hf_prefix: ClassVar[str]
@@ -34,7 +34,7 @@ class WeightNames:
         return cast(nn.Module, self)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each copy in checkpoints to the original name."""
+        """Return a dict from the name of each redundant checkpoint tensor to the original name."""
         return {}
 
     def all_rules(self) -> list[WeightRule]:

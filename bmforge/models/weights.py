@@ -1,8 +1,8 @@
-"""Rules that map parameters to tensors in published checkpoints.
+"""Rules that map parameters to tensors in checkpoints.
 
-A rule contains a parameter's published name, and how it is stored: transposed, as rows of a fused
-tensor (concatenated or interleaved), or as one expert of a stacked parameter. The same rule is used
-to load and to save any slice of the parameter.
+A rule contains a parameter's name in checkpoints, and how it is stored there: transposed, as rows
+of a fused tensor (concatenated or interleaved), or as one expert of a stacked parameter. The same
+rule is used to load and to save any slice of the parameter.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Rule that maps the parameter `ours` to the published tensor `theirs`, or to a part of it.
+    """Rule that maps the parameter `ours` to the checkpoint tensor `theirs`, or to a part of it.
 
     `{i}` is the layer index; `{e}` in `theirs` is the expert's index in the first dim of `ours`.
 
     Args:
         ours: parameter name in bmforge.
-        theirs: published tensor name.
-        transpose: True if the published tensor has shape (in, out), or (E, in, out) for a stack.
+        theirs: tensor name in checkpoints.
+        transpose: True if the checkpoint tensor has shape (in, out), or (E, in, out) for a stack.
         part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
         index: expert index in the stacked tensor `ours`; set by `expand_rules`.
@@ -68,13 +68,13 @@ class WeightRule:
 
     @staticmethod
     def interleaved_order(rules: Iterable[WeightRule]) -> Tensor | None:
-        """Return the row order of a published tensor, as indices into the concatenated parameters.
+        """Return the row order of a checkpoint tensor: indices into the concatenated parameters.
 
         Args:
-            rules: expanded rules of one published tensor, in any order.
+            rules: expanded rules of one checkpoint tensor, in any order.
 
         Returns:
-            (number of rows,) indices; None if the published tensor is the concatenation
+            (number of rows,) indices; None if the checkpoint tensor is the concatenation
         """
         ordered = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
         sizes: dict[str, int] = {}
@@ -87,7 +87,7 @@ class WeightRule:
         return torch.cat([torch.arange(first, first + count) for first, count in ranges])
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the published tensor, given the shape of the full parameter."""
+        """Return the shape of the checkpoint tensor, given the shape of the full parameter."""
         shape = shape if self.index is None else shape[1:]
         full_shape = list(shape)
         if self.part is not None:
@@ -131,7 +131,7 @@ class WeightRule:
         return slice(max(first, self.rows[0]), min(end, sum(self.rows)))
 
     def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of a parameter's slice with the dims in the published tensor's order."""
+        """Return a view of a parameter's slice with the dims in the checkpoint tensor's order."""
         return target.transpose(-1, -2) if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
@@ -142,7 +142,7 @@ class WeightRule:
 
     @property
     def is_renaming(self) -> bool:
-        """True if the published tensor is the full parameter under another name."""
+        """True if the checkpoint tensor is the full parameter under another name."""
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
@@ -152,7 +152,10 @@ class WeightRule:
         return tensor if self.index is None else tensor[self.index]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts of a published tensor in row order; called on the first part's rule."""
+        """Join the parts of a checkpoint tensor in row order.
+
+        Called on the rule of the first part.
+        """
         if self.step > 1:
             joined = torch.stack(tuple(parts), self.part_dim + 1)
             joined = joined.flatten(self.part_dim, self.part_dim + 1)
@@ -295,6 +298,6 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
-    """Assemble a published tensor from parameters, which `find_tensor` returns by name."""
+    """Assemble a checkpoint tensor from parameters, which `find_tensor` returns by name."""
     whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
     return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules])

@@ -101,7 +101,7 @@ class _Tile(NamedTuple):
         return tuple(part.stop - part.start for part in self[:3])
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Select this tile's sequences and heads from a (B * N, T or S, ...) tensor."""
+        """Select this tile's sequences and heads from a tensor (B * N, T or S, ...)."""
         first = self.rows.start * self.num_heads + self.heads.start
         rows, heads, _ = self.size
         return flat[first : first + rows * heads]

@@ -59,7 +59,7 @@ class AttentionSpec:
         alibi: add a bias to the scores that falls linearly with the distance between query and key
             (Press et al., "Train Short, Test Long", 2022); needs `causal`.
         sinks: a trained logit per head in the denominator of the softmax (gpt-oss).
-        latent: sizes of multi-head latent attention (MLA); None means plain attention.
+        latent: sizes of multi-head latent attention (MLA); None means standard attention.
         in_scale: factor on the input of q, k and v, applied by the block.
         out_scale: factor on the input of o, applied by the block; 1/sqrt(width) in muP (Yang et
             al., "Tensor Programs V", 2022).

@@ -69,7 +69,7 @@ def _(affinity: Tensor) -> Tensor:
 
 
 def _count_places(affinity: Tensor) -> Tensor:
-    """Return the number of slots of every expert, (E,)."""
+    """Return the number of slots (places) of every expert, (E,)."""
     tokens, experts = affinity.shape
     places = torch.full((experts,), tokens // experts, device=affinity.device)
     liked = torch.bincount(affinity.argmax(1), minlength=experts)

@@ -63,7 +63,9 @@ class _InBatch:
 def batch_choices(
     choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
 ) -> dict[BesidePart, AdapterChoice]:
-    """Return the `AdapterChoice`s of a layer; two or more, all of plain LoRAs, are batched.
+    """Return the `AdapterChoice`s of a layer.
+
+    Two or more choices are batched if all are LoRAs without DoRA.
 
     Args:
         choices: `AdapterChoice` of every active module, in the order of application.

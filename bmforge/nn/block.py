@@ -288,7 +288,7 @@ class Block(nn.Module):
         return x + feed(normed)
 
     def _adds_and_norms(self, x: Tensor) -> bool:
-        """Return True if one kernel can add the attention output and apply the MLP's norm."""
+        """Return True if one kernel can add the attention output to `x` and apply the next norm."""
         norm: Any = getattr(self, "mlp_norm", None)
         if type(norm) is not RMSNorm or norm.offset or not takes_device_kernels(x, norm.weight):
             return False

@@ -2,7 +2,7 @@
 
 An adapter adds ``scale * up(act(down(h)))`` to the output of a module. h is the module's output (an
 adapter), its input (a parallel adapter), or the input of another module. The two matrices have one
-of three forms: plain, a product of two thin matrices, or a sum of Kronecker products.
+of three forms: dense ("plain"), a product of two thin matrices, or a sum of Kronecker products.
 
 Source: Houlsby et al., "Parameter-efficient transfer learning for NLP" (2019); He et al., "Towards
 a unified view of parameter-efficient transfer learning" (2022), for the parallel form; Karimi

@@ -1,4 +1,4 @@
-"""Reads weights of linear layers, plain or quantized by bmforge or torchao, as plain tensors."""
+"""Reads weights of linear layers as dense tensors, also if bmforge or torchao quantized them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["has_weight", "local_weight", "whole_weight"]
 
 
 def has_weight(module: Any) -> bool:
-    """Return True if a linear layer has a plain or a quantized weight."""
+    """Return True if a linear layer has a weight, quantized or not."""
     return getattr(module, "weight", None) is not None or hasattr(type(module), "dense")
 
 

@@ -26,7 +26,7 @@ _WIDEST_ROW = 1 << 15
 def takes_device_kernels(x: Tensor, *others: Tensor) -> bool:
     """Return True if the operators of this module support these tensors.
 
-    The tensors must be on an accelerator, plain, contiguous, of one dtype and without gradients.
+    The tensors must be on an accelerator, ordinary, contiguous, of one dtype and without gradients.
     """
     if x.is_cpu or x.is_meta or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False

@@ -138,7 +138,7 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Accumulate the tiles whose first column is `first`; overwrite them with exponentials."""
+        """Accumulate the tiles with first column `first`, and replace them with exponentials."""
         student.div_(self._temperature)
         teacher.div_(self._temperature)
         gap = teacher - student

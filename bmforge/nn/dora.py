@@ -1,6 +1,6 @@
 """DoRA: LoRA with trained magnitudes (norms) of the rows of the adapted weight.
 
-Quantized layers take part with their dequantized weights, as in PEFT (QDoRA).
+The norms of quantized layers are those of the dequantized weights, as in PEFT (QDoRA).
 
 Source: Liu et al., "DoRA: Weight-decomposed low-rank adaptation" (2024).
 """
@@ -38,7 +38,7 @@ def join_with_magnitude(
 
     Args:
         part: `LowRank` with a magnitude.
-        module: linear layer, plain or quantized.
+        module: linear layer, quantized or not.
         x: input of the layer.
         out: output of the layer.
         adapter_weight: factor on the change of the output.

@@ -47,7 +47,7 @@ def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
-    """Run plain experts on rows sorted by expert, with one grouped product per matrix.
+    """Run unquantized experts on rows sorted by expert, with one grouped product per matrix.
 
     Args:
         module: module for which `is_foreign_experts` is true; its stacks may contain only some of
@@ -68,7 +68,7 @@ def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def run_foreign(module: Any, multiply: Callable[[str, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run experts on sorted rows.
+    """Run experts on rows sorted by expert.
 
     Args:
         module: experts with transformers' flags.
@@ -97,7 +97,7 @@ def _add_bias(module: Any, key: str, out: Tensor, ends: Tensor) -> Tensor:
 
 
 class PackedForeignExperts(PackedStore):
-    """Experts of transformers with packed integer weights; replaces the plain module.
+    """Experts of transformers with packed integer weights; replaces the unquantized module.
 
     Args:
         plain: module to replace; its weights are quantized by `fill_`.
@@ -138,7 +138,7 @@ class PackedForeignExperts(PackedStore):
         return self._stacks
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stacked matrix, given in the dim order of the plain module."""
+        """Quantize a stacked matrix, given in the dim order of the unquantized module."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
 
@@ -171,7 +171,7 @@ class PackedForeignExperts(PackedStore):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: dense stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._stacks.items():
             notes |= self._notes(f"{key}_", key, shape)

@@ -120,7 +120,7 @@ class HardConcrete(nn.Module):
         return x * wide
 
     def extra_repr(self) -> str:
-        """Return name and sizes as text."""
+        """Return the gate's name and sizes as text."""
         return f"{self.gate_name}, units={self.units}, width={self.width}"
 
 
@@ -179,6 +179,6 @@ class HiddenWidth(HardConcrete):
     def forward(  # type: ignore[override]
         self, x: Tensor | None = None, after: Tensor | None = None
     ) -> Tensor:
-        """Scale hidden states by the gates, or return the gates' values."""
+        """Scale hidden states by the gates, or return the gates' values if `x` is None."""
         assert after is None, "HiddenWidth gates no sublayer"
         return self.values() if x is None else x * self.values().to(x.dtype)

@@ -127,7 +127,7 @@ def take_rows(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
     """Return ``x[index]``, where `index` contains every row of x the same number of times.
 
     With the positions of the copies (`places`), the backward is a gather and a sum in fixed order,
-    several times faster than the scatter-add of plain indexing.
+    several times faster than the scatter-add in the backward of ``x[index]``.
 
     Shape:
         x: (M, D); index, places: (M * k,), the copies of x[m] at ``places[m * k : m * k + k]``

@@ -178,7 +178,7 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _with_rows(*tensors: Tensor) -> list[Tensor]:
-    """Make the last dim contiguous, as the kernel requires."""
+    """Return a tensor whose last dim is contiguous, as the kernel requires."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 

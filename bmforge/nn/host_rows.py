@@ -63,12 +63,12 @@ def takes_host_gated(gate: Tensor, up: Tensor) -> bool:
 
 
 def suits_host_gated(gate: Tensor, up: Tensor) -> bool:
-    """Return True if `host_gated` supports plain CPU tensors of this size and dtype."""
+    """Return True if `host_gated` supports ordinary CPU tensors of this size and dtype."""
     return gate.shape == up.shape and _are_alike(gate, up) and _kernel() is not None
 
 
 def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
-    """Return True if `host_rms_norm` supports plain CPU tensors of these shapes and dtypes.
+    """Return True if `host_rms_norm` supports ordinary CPU tensors of these shapes and dtypes.
 
     The memory planner calls this function with fake tensors.
     """
@@ -83,7 +83,7 @@ def _are_alike(*tensors: Tensor) -> bool:
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors, unless torch.compile fuses the operations itself."""
+    """Return True for ordinary CPU tensors, unless torch.compile fuses the operations itself."""
     if torch.compiler.is_compiling():
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors)

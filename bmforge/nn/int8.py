@@ -1,9 +1,10 @@
 """Linear layers, heads, embeddings and experts with weights stored as int8 rows.
 
 Every row of a matrix is stored as integers from -127 to 127 and one scale. Results are
-bit-identical to those of a plain layer with the weight ``rows * scale`` in the compute dtype. The
-rows are plain parameters without gradient, so layouts, streaming and checkpoints handle them like
-any other tensor; gradients flow to the input, so that attached adapters can be trained.
+bit-identical to those of an unquantized layer with the weight ``rows * scale`` in the compute
+dtype. The rows are ordinary parameters without gradient, so layouts, streaming and checkpoints
+handle them like any other tensor; gradients flow to the input, so that attached adapters can be
+trained.
 
 Source: absmax quantization by rows, as in Dettmers et al., "LLM.int8()" (2022), without outliers.
 """
@@ -121,7 +122,7 @@ class RowStore:
         return _dequantize(local_tensor(self.weight), local_tensor(self.scale), dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return the tensors' initialization and sharding, as of the plain weight."""
+        """Return the tensors' initialization and sharding: those of an unquantized weight."""
         shape = tuple(self.weight.shape)
         return {
             "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
@@ -141,7 +142,7 @@ class Int8Linear(RowStore, nn.Linear):
     Args:
         in_features: number of input features.
         out_features: number of output features.
-        bias: bias of the plain layer, or None.
+        bias: bias of the unquantized layer, or None.
 
     Shape:
         x: (..., in) -> (..., out)
@@ -161,7 +162,7 @@ class Int8Head(RowStore, LMHead):
     """Language model head with int8 weights; the weight gets no gradient.
 
     Args:
-        head: plain head, not yet parallelized.
+        head: unquantized head, not yet parallelized.
     """
 
     def __init__(self, head: LMHead) -> None:
@@ -177,7 +178,7 @@ class Int8Embedding(RowStore, nn.Embedding):
     """Token embedding with int8 weights.
 
     Args:
-        table: plain embedding.
+        table: unquantized embedding.
 
     Shape:
         ids: (...) -> (..., D), in the dtype of the scales
@@ -197,7 +198,7 @@ class Int8Experts(Experts):
     """Stacked experts with int8 weights and one scale per row of every matrix.
 
     Args:
-        experts: plain experts.
+        experts: unquantized experts.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -243,8 +244,8 @@ def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> n
 
     Args:
         module: a linear layer, a head, an embedding, or stacked experts.
-        stored: mapping from the id of a converted plain weight to its int8 tensors, which tied
-            weights share; updated in place.
+        stored: mapping from the `id` of a converted weight to its int8 tensors, which tied weights
+            share; updated in place.
 
     Raises:
         ConfigError: the module is not supported or already quantized.

@@ -2,7 +2,8 @@
 
 RoPE is applied to the trailing dims of each query and key, but not to the first ones; all heads
 share the trailing dims of the keys. The cache stores the expanded keys and values, so that every
-kernel and cache for plain attention applies; values are padded with zeros to the width of the keys.
+kernel and cache for standard attention can be used; values are padded with zeros to the width of
+the keys.
 
 Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
 """

@@ -1,8 +1,8 @@
 """Cross-entropy loss computed from hidden states, without the full logits.
 
 The logits of N tokens have N x V elements: 4 GiB in fp32 for 8,192 tokens and a vocabulary of 128k,
-and a plain implementation stores them several times. Here the head runs over chunks of tokens (on a
-CPU also of columns) in a buffer that is allocated once, and the gradient of a chunk is computed
+and a simple implementation stores them several times. Here the head runs over chunks of tokens (on
+a CPU also of columns) in a buffer that is allocated once, and the gradient of a chunk is computed
 while its logits are in memory. If a vocabulary is so large that even a few tokens' logits do not
 fit, one pass over the columns computes the softmax's sums and a second pass recomputes the logits.
 """

@@ -1,6 +1,6 @@
 """Adds a LoRA update to a layer's output in training, with fewer passes than separate operations.
 
-`LowRank` uses it for plain tensors; other calls (tracing, autocast, sharded tensors) use torch's
+`LowRank` uses it for ordinary tensors; other calls (tracing, autocast, sharded tensors) use torch's
 operations one by one.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["AddLowRank", "takes_low_rank_sum"]
 
 
 def takes_low_rank_sum(*tensors: Tensor) -> bool:
-    """Return True if gradients are enabled, nothing is traced, and the tensors are plain.
+    """Return True if gradients are enabled, nothing is traced, and the tensors are ordinary ones.
 
     All tensors must have the same dtype.
     """

@@ -1,4 +1,4 @@
-"""Feed-forward sublayer of a block (MLP), plain or gated."""
+"""Feed-forward sublayer of a block (MLP), with or without a gate."""
 
 from __future__ import annotations
 

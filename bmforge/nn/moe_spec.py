@@ -114,7 +114,7 @@ class MoESpec:
             )
 
     def _check_groups(self) -> None:
-        """Raise `ConfigError` if `top_groups` groups contain too few experts for a token."""
+        """Raise `ConfigError` if `top_groups` groups have fewer experts than a token needs."""
         groups, top = self.expert_groups, self.top_groups
         if groups < 1 or self.num_experts % groups:
             raise ConfigError(

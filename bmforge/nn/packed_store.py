@@ -1,7 +1,7 @@
 """Base classes of modules with packed quantized weights: tensors, initialization, products.
 
-Packed tensors are plain parameters without gradients. They contain no floats (scales are stored as
-bytes), so that dtype casts leave them unchanged, and layouts and streaming support them.
+Packed tensors are ordinary parameters without gradients. They contain no floats (scales are stored
+as bytes), so that dtype casts leave them unchanged, and layouts and streaming support them.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class PackedStore(nn.Module):
 
     @abstractmethod
     def plain(self, key: str) -> Tensor:
-        """Return the dequantized fp32 value of a parameter of the plain module."""
+        """Return the dequantized value, in fp32, of a parameter of the unquantized module."""
 
     def _check_width(self, columns: int) -> None:
         if problem := self.spec.problem(columns):
@@ -172,7 +172,7 @@ class PackedStore(nn.Module):
 
     @torch.no_grad()
     def _take(self, prefix: str, matrix: Tensor, number: int | None = None) -> None:
-        """Quantize a plain matrix (rows, columns) into the parameters, some rows at a time."""
+        """Quantize a matrix (rows, columns) into the parameters, some rows at a time."""
         step = _rows_at_once(matrix)
         for first in range(0, matrix.shape[0], step):
             part = matrix[first : first + step]
@@ -233,7 +233,7 @@ class MatrixStore(PackedStore):
     columns: int
 
     def _make(self, plain: nn.Module, sizes: tuple[int, int], spec: QuantSpec) -> None:
-        """Create the uninitialized parameters that replace a plain `weight`."""
+        """Create the uninitialized parameters that replace an unquantized `weight`."""
         weight: Any = plain.weight
         self.columns, self.rows = sizes
         self.register_parameter("weight", None)
@@ -249,7 +249,7 @@ class MatrixStore(PackedStore):
             self.outlier_weight = nn.Parameter(empty, requires_grad=False)
 
     def fill_(self, weight: Tensor) -> None:
-        """Quantize a plain weight (rows, columns) into the parameters."""
+        """Quantize a weight (rows, columns) into the parameters."""
         if self.outlier_columns is None or self.outlier_weight is None:
             self._take("", weight)
             return
@@ -269,7 +269,7 @@ class MatrixStore(PackedStore):
             setattr(self, key, getattr(other, key))
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: the plain weight is sampled, then packed.
+        """Return how the tensors are initialized: the unquantized weight is sampled, then packed.
 
         The first columns of a sampled weight are stored as outliers.
         """
@@ -343,7 +343,7 @@ class MatrixStore(PackedStore):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Packed matrix with the interface of a plain one; slicing dequantizes the selected rows.
+    """Packed matrix with the interface of a tensor; slicing dequantizes the selected rows.
 
     Args:
         store: module with the packed matrix.

@@ -87,7 +87,9 @@ def multiply_plain(
 
 
 def multiply_rows_plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply activations by a plain weight; the result is bit-identical to that of the kernels.
+    """Multiply activations by an unpacked weight.
+
+    The result is bit-identical to that of the kernels.
 
     Order of summation: each step adds 64 columns to four sums of sixteen lanes by fused
     multiply-add; then the four sums are added in pairs, then the lanes.
@@ -145,7 +147,7 @@ def gives_torchs_bits(kernels: Kernels) -> bool:
 
 
 def _rows_alike(kernels: Kernels, x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the kernels for plain weights match the reference for any number of tokens."""
+    """Return True if the kernels for unpacked weights match the reference for all batch sizes."""
     narrow = weight.to(dtype)
     want = multiply_rows_plain(x, narrow)
     return all(

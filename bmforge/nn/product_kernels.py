@@ -104,7 +104,7 @@ class Kernels:
         return out
 
     def multiply_rows(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` for a plain fp32, bf16 or fp16 weight; sums are in fp32.
+        """Return ``x @ weight.T`` for an unpacked fp32, bf16 or fp16 weight; sums are in fp32.
 
         A token's result is bit-identical for every number of tokens. Intended for few tokens.
 

@@ -132,7 +132,7 @@ def pack_groups(
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Return True if the kernels support all these tensors: plain, contiguous, on the CPU."""
+    """Return True if the kernels support all these tensors: ordinary, contiguous, on the CPU."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
@@ -201,7 +201,9 @@ def _multiply_on_device(
 
 
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight.T + bias`` for a plain CPU weight; None if torch should compute it.
+    """Return ``x @ weight.T + bias`` for an unpacked weight on the CPU.
+
+    None if torch should compute it.
 
     Small batches are computed by a kernel; a token's result is then bit-identical for every batch
     size. Torch reads 16-bit weights at little more than half the memory bandwidth, and for 2 to 16

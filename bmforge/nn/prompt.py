@@ -79,7 +79,10 @@ def look_up(table: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def has_prompt(table: nn.Embedding, ids: Tensor) -> bool:
-    """Return True if any id selects a row of the soft prompt; always True for ids on meta."""
+    """Return True if any id selects a row of the soft prompt.
+
+    The result is always True for ids on the meta device.
+    """
     return ids.is_meta or bool((ids >= table.num_embeddings).any())  # meta: assume that one does
 
 

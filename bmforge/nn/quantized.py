@@ -1,7 +1,8 @@
 """Linear layers, heads, embeddings and experts with packed integer weights.
 
-These modules replace the plain modules and support the same calls. Gradients flow to the input
-through the dequantized weights; the rounding of activations uses a straight-through estimator.
+These modules replace the unquantized modules and support the same calls. Gradients flow to the
+input through the dequantized weights; the rounding of activations uses a straight-through
+estimator.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class QuantizedExperts(PackedStore, Experts):
         return self._sizes
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a plain stack (E, out, in) into the parameters."""
+        """Quantize a stack (E, out, in) into the parameters."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix, number)
 
@@ -199,7 +200,7 @@ class QuantizedExperts(PackedStore, Experts):
         return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: the plain stacks are sampled, then packed."""
+        """Return how the tensors are initialized: dense stacks are sampled, then packed."""
         notes: dict[str, TensorNote] = {}
         for key, shape in self._sizes.items():
             notes |= self._notes(f"{key}_", key, shape)
@@ -219,7 +220,7 @@ def element_scales(store: PackedStore, key: str) -> Tensor | None:
 
     Args:
         store: module with packed weights.
-        key: parameter name in the plain module.
+        key: parameter name in the unquantized module.
     """
     is_stack = isinstance(store, QuantizedExperts)
     packed, scales, minima = store._tensors(f"{key}_" if is_stack else "")

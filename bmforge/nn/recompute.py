@@ -25,7 +25,7 @@ class _Dropped(NamedTuple):
 
 
 class _Pack:
-    """Saved-tensor hook that drops one tensor and passes all others to the enclosing hook."""
+    """Saved-tensor hooks that drop one tensor and pass all others to the enclosing hooks."""
 
     def __init__(self, value: Tensor, make: Callable[[], Tensor], outer: _Pack | None) -> None:
         # The address identifies the tensor, so that this hook does not keep it alive.

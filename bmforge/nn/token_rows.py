@@ -115,8 +115,8 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
         is_plain = isinstance(module, (nn.Embedding, nn.Linear)) and isinstance(table, Tensor)
         if not is_plain or table.shape[0] not in tables or is_streamed(table):
             raise ConfigError(
-                f"trainable_token_indices needs a plain embedding or head, but {owner} is a "
-                f"{type(module).__name__}. Use the name of the token embedding."
+                f"trainable_token_indices needs an unmodified embedding or head, but {owner} is "
+                f"a {type(module).__name__}. Use the name of the token embedding."
             )
         _check_indices(numbers, table.shape[0])
         width = table.shape[1]

@@ -9,9 +9,9 @@ __all__ = ["is_watched"]
 
 
 def is_watched() -> bool:
-    """Return True while tracing or compiling, or in a functorch transform.
+    """Return True while torch traces or compiles the call, or runs it in a functorch transform.
 
-    None of these can trace calls of compiled kernels.
+    Calls of compiled kernels cannot be traced.
     """
     if torch.compiler.is_compiling():
         return True

@@ -22,8 +22,9 @@ _TOKENS = 4
 def find_uncalled(model: Any, names: Sequence[str], *, unused: bool = False) -> list[str]:
     """Return the modules that are never called although their parent module is called.
 
-    The model's own `uncalled` method is used if it exists; a plain transformers model is run on a
-    short token sequence. The result is empty for other models and for models on the meta device.
+    The model's own `uncalled` method is used if it exists; an unmodified transformers model is run
+    on a short token sequence. The result is empty for other models and for models on the meta
+    device.
 
     Args:
         model: any module.

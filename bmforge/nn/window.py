@@ -197,7 +197,7 @@ class WindowAttention(Attention):
 
 
 def _is_plain(proj: nn.Linear) -> bool:
-    """Return True for a plain projection: neither quantized nor sharded, and without adapters."""
+    """Return True for an unmodified projection: not quantized, not sharded, without adapters."""
     is_own = type(proj) is Linear and type(proj.weight) is nn.Parameter
     return is_own and not (proj._forward_hooks or proj._forward_pre_hooks)
 

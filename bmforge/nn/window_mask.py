@@ -1,6 +1,6 @@
 """Masks for sliding-window attention with global tokens (`window.py`), built once per call.
 
-The attention itself is in `window.py`.
+`window.py` computes the attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WindowMask(NamedTuple):
     """Attention mask shared by all layers with the same window.
 
     Args:
-        reach: number of visible tokens on each side of a token.
+        reach: number of tokens on each side to which a token attends.
         block: queries per block; 0 if the sequences are too short for blocks.
         allowed: True where a query attends; with blocks (B * blocks, 1, block, G + block + 2 *
             reach), global tokens first, otherwise (B, 1, T, T).

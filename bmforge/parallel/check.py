@@ -64,7 +64,7 @@ class Division:
         return [unit.module for unit in self.units if unit.is_block]
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the indices of the pipeline stages on a pipeline rank."""
+        """Return the indices of the stages on a pipeline rank."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def without_dropped(self, model: nn.Module) -> Self:
@@ -89,8 +89,8 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: pair (compute precision of the blocks, True to keep fp32 master weights of trained
-            16-bit parameters).
+        half: compute precision of the blocks, and whether trained 16-bit parameters are upcast to
+            fp32 master weights.
     """
     precision, master_weights = half
     problems = layout.problems(world.size)
@@ -232,7 +232,7 @@ def _half_dtype(precision: str, problems: list[str]) -> torch.dtype | None:
 
 
 def _split_ties(model: nn.Module, units: Sequence[Unit]) -> list[str]:
-    """Return a problem for each tied parameter whose modules are in different sharding units."""
+    """Return an error text for each tied parameter whose modules are in different units."""
     gathered = {unit.name for unit in units if unit.is_gathered}
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}

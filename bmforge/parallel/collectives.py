@@ -1,8 +1,7 @@
 """Differentiable collectives at the boundaries of the model's sharded regions.
 
-Every collective has a counterpart in backward: a copy in forward is a sum in backward, a gather in
-forward is a reduce-scatter in backward, and vice versa. In a group of one process the collectives
-do nothing.
+Every collective has a counterpart in backward: the backward of a copy is a sum, the backward of a
+gather is a reduce-scatter, and vice versa. In a group of one process the collectives do nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ __all__ = [
     "gather_tokens",
     "own_gradient",
     "reduce_scatter",
+    "split_softmax",
     "sum_backward",
     "sum_forward",
     "sum_scatter_tokens",
@@ -170,7 +170,7 @@ def gather_tokens(x: Tensor, group: Group, dim: int = 1, *, summed: bool) -> Ten
 
 
 def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Return this rank's shard of the tokens of a replicated tensor.
+    """Return this rank's shard of a replicated tensor along the token dim.
 
     Comm: backward, one all-gather.
     """
@@ -178,7 +178,7 @@ def take_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def sum_scatter_tokens(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Reduce-scatter `x`: sum it over the processes and return this rank's tokens of the sum.
+    """Reduce-scatter `x`: sum over the processes, and return this rank's tokens.
 
     Comm: forward, one reduce-scatter; backward, one all-gather.
     """
@@ -214,3 +214,31 @@ def exchange_rows(x: Tensor, group: Group, sent: list[int], received: list[int])
     Comm: one all-to-all forward, one backward.
     """
     return _Exchange.apply(x, group, sent, received)
+
+
+def split_softmax(logits: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts of the log-softmax of logits that are sharded over the vocabulary.
+
+    Args:
+        logits: logits of this process's part of the vocabulary; all parts have the same size.
+        target: token ids of the full vocabulary, the same on every process.
+        group: process group that shards the vocabulary.
+
+    Returns:
+        The local logits minus the largest logit, the logarithm of the sum of their exponentials,
+        and the logit of the target minus the largest logit. The log-probability of the target is
+        the last minus the second.
+
+    Shape:
+        logits: (..., V / processes); target: (...); returns (..., V / processes), (...), (...)
+
+    Comm: two all-reduces, of one and of two scalars per row.
+    """
+    largest, width = logits.detach().amax(-1), logits.shape[-1]
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    shifted = logits - largest[..., None]
+    index = target.long() - group.rank() * width
+    is_local = (index >= 0) & (index < width)
+    picked = shifted.gather(-1, index.where(is_local, 0)[..., None])[..., 0] * is_local
+    sums = sum_forward(torch.stack((shifted.exp().sum(-1), picked)), group)
+    return shifted, sums[0].log(), sums[1]

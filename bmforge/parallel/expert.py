@@ -48,7 +48,7 @@ _ROW_AXES = ("dp_shard", "dp_replicate")
 
 
 class MixtureOfExperts(Protocol):
-    """Interface of an MoE layer for expert parallelism, implemented by `nn.MoE`."""
+    """Interface that expert parallelism needs of an MoE layer; implemented by `nn.MoE`."""
 
     num_experts: int
     experts: nn.Module
@@ -201,8 +201,8 @@ def _view_shared(share: float, parameter: Tensor) -> Tensor:
     """Return this process's experts; scale their gradient by `share` (1 / ep).
 
     Gradients are averaged over all processes with different tokens. The local experts processed the
-    tokens of `ep` processes, but their gradients are averaged over the other processes only, so a
-    division by `ep` is missing.
+    tokens of `ep` processes, but their gradients are averaged only over the processes that hold the
+    same experts. `share` makes up for the missing division by `ep`.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return _ScaleBackward.apply(local, share)
@@ -285,8 +285,8 @@ def _assign_together(
     """Assign the tokens of all processes to experts; return the assignment of the local tokens.
 
     Every process computes the same assignment, over the tokens in the order of the processes, which
-    is the order of the rows of a batch. With sharded sequences the order differs, which matters
-    only for tokens that are bitwise equal.
+    is the order of the rows of a batch. With sharded sequences the order differs, which changes the
+    result only for tokens that are bitwise equal.
 
     Shape:
         affinity: (M, E) -> (M,); M may differ between processes

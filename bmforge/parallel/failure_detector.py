@@ -97,9 +97,9 @@ class FailureDetector:
             self._occasion = before
 
     def _find_failed(self, occasion: str) -> str:
-        """Wait for the watching thread to find the failed ranks, and return its report.
+        """Wait until the watcher thread has found the failed ranks, and return its report.
 
-        A call of the store from the main thread could block forever.
+        The main thread does not access the store itself, because such a call could block forever.
         """
         if not self._is_watching:
             return "the failed rank is unknown outside of FailureDetector.watching()"
@@ -200,8 +200,8 @@ class _Heartbeats:
         """Find the ranks whose heartbeats do not change, and publish them as the verdict.
 
         Args:
-            failed: store keys that all ranks set if all have seen a collective fail, in which case
-                all are alive.
+            failed: store keys that the ranks set when a collective fails; if all keys are set, all
+                ranks are alive.
 
         Returns:
             description of the failure, or None if all ranks are alive

@@ -19,7 +19,8 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Broadcast those parameters and buffers of rank 0 that differ on another process.
 
     Otherwise replicas with different initial weights would stay different, because only gradients
-    are averaged. Tensors on meta are initialized or loaded later, equally on all processes.
+    are averaged. Tensors on the meta device are initialized or loaded later, equally on all
+    processes.
 
     Args:
         model: unsharded model on every process, before it is parallelized.
@@ -28,8 +29,8 @@ def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: the models of the processes differ in names, shapes or dtypes.
 
-    Comm: an all-reduce of two integers; if some tensors are not on meta, an all-reduce of two
-        integers per tensor, and a broadcast of each tensor that differs.
+    Comm: an all-reduce of two integers; if some tensors are not on the meta device, an all-reduce
+        of two integers per tensor, and a broadcast of each tensor that differs.
     """
     every = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     materialized = {name: tensor for name, tensor in every.items() if not tensor.is_meta}

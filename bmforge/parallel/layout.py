@@ -117,12 +117,12 @@ class Layout:
 
     @property
     def splits_stages_or_tokens(self) -> str:
-        """The option that splits stages or tokens, such as "layout.pp=2"; "" if there is none."""
+        """The first option that splits stages or tokens, such as "layout.pp=2", or ""."""
         axes = {"layout.pp": self.pp, "layout.cp": self.cp}
         return next((f"{name}={size}" for name, size in axes.items() if size > 1), "")
 
     def row_groups(self, world_size: int) -> int:
-        """Return the number of process groups that work on different rows of a batch."""
+        """Return the number of process groups that process different samples of a batch."""
         return world_size // (self.tp * self.pp * self.cp)
 
     def problems(self, world_size: int) -> list[str]:
@@ -183,7 +183,7 @@ class Layout:
             )
 
     def axis_lengths(self, world_size: int) -> dict[str, int]:
-        """Return the lengths of the mesh axes, slowest axis first."""
+        """Return the lengths of the mesh axes, outermost axis first."""
         rows_left = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
         rows = (rows_left, 1) if self.zero == 0 else (self.dp_replicate, rows_left)
         return dict(zip(_AXES, (self.pp, *rows, self.cp, self.tp), strict=True))
@@ -217,12 +217,12 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
 
 
 def data_parallel_size(mesh: DeviceMesh | None) -> int:
-    """Return the number of groups of processes that work on different rows of a batch."""
+    """Return the number of groups of processes that process different samples of a batch."""
     return axis_size(mesh, *ROW_AXES)
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
-    """Return the data-parallel rank of this process, which selects its rows of a batch."""
+    """Return the data-parallel rank of this process, which selects its samples of a batch."""
     return axis_rank(mesh, "dp_replicate") * axis_size(mesh, "dp_shard") + axis_rank(
         mesh, "dp_shard"
     )
@@ -256,7 +256,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
-    """Return True if this process has rank 0 on all axes except `axes`.
+    """Return True if this process has rank 0 on all mesh axes other than `axes`.
 
     Values that are replicated along the other axes are counted only on such processes.
     """
@@ -264,11 +264,11 @@ def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
 
 
 def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
-    """Return True, on all processes, if processes that should read the same rows did so.
+    """Return True, on all processes, if processes that must read the same samples did so.
 
     Args:
         mesh: mesh with all axes.
-        digest: 63-bit digest of this process's rows.
+        digest: 63-bit digest of this process's samples.
 
     Comm: one all-reduce of an integer per process.
     """

@@ -1,8 +1,8 @@
 """`parallelize`: applies a parallel layout to a model, in a fixed order.
 
-The order is validation, tensor and sequence, context, expert, recompute, compile per block, shard
-per unit. Each step is a function in its own file, which does nothing at size 1, so one process and
-many processes run the same code.
+The order is: validation; tensor, sequence, context and expert parallelism; recomputation;
+compilation of each block; ZeRO sharding of each unit. Each step is a function in its own file,
+which does nothing at size 1, so one process and many processes run the same code.
 """
 
 from __future__ import annotations

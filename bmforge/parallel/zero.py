@@ -54,7 +54,7 @@ def apply_zero_(
 
     Args:
         model: root module.
-        units: modules gathered as a whole, in execution order.
+        units: modules whose parameters are all-gathered together, in execution order.
         mesh: mesh with all axes.
         zero: ZeRO stage: 3 frees gathered parameters after forward, 0 and 2 keep them for backward.
         dtype: dtype in which parameters are gathered and used, with gradients reduced in fp32;
@@ -166,8 +166,8 @@ def _is_fsdp_shard(unit: nn.Module, parameter: Tensor) -> bool:
 class _OneBuffer:
     """Gradient reduction over a single shard with one buffer for input and output.
 
-    FSDP2 allocates two buffers, and with one process copies one into the other, a pass over all
-    gradients in fp32; a shared buffer avoids this copy.
+    FSDP2 allocates two buffers, and with one process copies one into the other. This costs a memory
+    pass over all gradients in fp32, which a shared buffer avoids.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
 def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
     """Choose the first dim that shards evenly over all processes.
 
-    Dim 0 of expert parameters may be too short, as each process has few experts.
+    Dim 0 of expert parameters may be too short to be sharded, as each process has few experts.
     """
     assert isinstance(parameter, DTensor)
     cuts = [1] * parameter.dim()

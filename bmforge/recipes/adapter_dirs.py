@@ -1,7 +1,7 @@
 """Resolves model arguments: model directories, run directories and adapter directories.
 
 `find_source` resolves a name to a base model and an adapter; `merge_adapter` and `merged_model`
-merge the two into a plain model.
+merge the two into a model without adapters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ModelSource:
         model: directory of the model, or of the base model of an adapter; or a GGUF file.
         tokenizer: directory of the tokenizer and chat template (the adapter directory, if it has
             them).
-        adapter: adapter directory that the name resolves to; None for a plain model.
+        adapter: adapter directory that the name resolves to; None if the name is that of a model.
     """
 
     model: Path
@@ -61,8 +61,8 @@ def find_source(name: str | Path) -> ModelSource:
     """Find the model, and the adapter if any, that a command's argument names.
 
     Args:
-        name: directory or hub id of a model, a run's directory (its export is used), or an
-            adapter directory, whose config names the base model.
+        name: directory or hub id of a model, a run directory (its export is used), or an adapter
+            directory, whose config names the base model.
 
     Raises:
         ConfigError: the model is not found, or an adapter has no usable base model.
@@ -150,16 +150,7 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
 
 @contextmanager
 def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
-    """Context manager that yields a plain model's name; an adapter is merged temporarily.
-
-    Args:
-        name: model argument of a command; see `find_source`.
-        near: target of the command; the temporary directory is created next to the target.
-
-    Raises:
-        CheckpointError: the target exists; this is checked before the merge.
-        ConfigError: the target cannot be written.
-    """
+    """Context manager that yields a model's name; an adapter is merged into a temporary model."""
     directory = find_export(name)
     if not is_adapter(directory):
         yield directory
@@ -173,7 +164,7 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
 
 
 def plain_model(name: str | Path, target: Path) -> Path:
-    """Return the directory of a plain model; an adapter is first merged into `target`.
+    """Return the directory of a model; an adapter is first merged into `target`.
 
     An existing `target` is used unchanged.
 

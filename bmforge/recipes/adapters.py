@@ -155,7 +155,7 @@ def adapter_defaults(kind: str | None) -> dict[str, Any]:
 
 
 def settle_adapter(config: Any) -> Any:
-    """Return a run's config with the default sizes of its adapter filled in, for run.toml."""
+    """Return the config of a run with the default sizes of its adapter filled in, for run.toml."""
     chosen: AdapterConfig = config.adapter
     defaults = adapter_defaults(chosen.kind)
     missing = {name: v for name, v in defaults.items() if getattr(chosen, name) is None}
@@ -180,10 +180,10 @@ def default_rate(kind: str, rank: int | None, full_rate: float = _FULL_RATE) -> 
 
 
 def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
-    """Attach a run's adapter to its model and return the adapter; None without an adapter.
+    """Attach the adapter of a run to its model and return the adapter; None without an adapter.
 
     Args:
-        model: base model, not yet parallelized; may be on meta.
+        model: base model, not yet parallelized; may be on the meta device.
         config: the run's config.
 
     Raises:
@@ -246,7 +246,7 @@ def _resolve_targets(
 
 
 def log_trained(model: nn.Module, config: Any) -> None:
-    """Log the type of a run's adapter and the number of trained parameters."""
+    """Log the adapter type and the number of trained parameters of a run."""
     if config.adapter.kind is None:
         return
     delta = list_deltas(model)[ADAPTER_NAME]

@@ -90,7 +90,8 @@ def store_frozen_(model: nn.Module, config: Any) -> None:
     memory.
 
     Args:
-        model: model on meta, with its adapter; a model without an adapter is not changed.
+        model: model on the meta device, with its adapter; a model without an adapter is not
+            changed.
         config: the run's config.
     """
     precision = config.train.precision
@@ -100,7 +101,7 @@ def store_frozen_(model: nn.Module, config: Any) -> None:
 
 
 def cast_frozen_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the frozen fp32 parameters of a model on meta, in place."""
+    """Cast the frozen fp32 parameters of a model on the meta device, in place."""
     for parameter in model.parameters():
         is_float = parameter.dtype == torch.float32
         if not parameter.requires_grad and is_float and parameter.is_meta:
@@ -114,7 +115,7 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
     as in QLoRA: quantizing them causes the largest error, and modules_to_save may train them.
 
     Args:
-        model: base model on meta; its layers are replaced by quantized ones.
+        model: base model on the meta device; its layers are replaced by quantized ones.
         start: directory of the base model.
         config: the run's config.
     """
@@ -126,7 +127,7 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
 
 
 def quantize_base_(model: Any, scheme: str) -> None:
-    """Quantize a model on meta like `open_packed`, for the layout planner."""
+    """Quantize a model on the meta device as `open_packed` does, for the layout planner."""
     spec, names = find_base_layers(model, scheme)
     quantize_(model, spec, where=names)
 
@@ -148,8 +149,8 @@ def fill_packed_(model: nn.Module, read: PackedReader, device: torch.device) -> 
     """Quantize this process's shards of the base weights and load them into a model.
 
     Args:
-        model: parallelized model on meta; the tensors of its adapter are initialized later by
-            `Delta.init_`.
+        model: parallelized model on the meta device; the tensors of its adapter are initialized
+            later by `Delta.init_`.
         read: reader of the base weights.
         device: device of the model.
     """

@@ -1,4 +1,4 @@
-"""GLM pretraining by blank infilling: spans are cut out of a text and appended to it.
+"""GLM pretraining by blank infilling: spans are removed from a text and appended to it.
 
 Some texts have many short spans, the others one long span at their end. Each span is appended as
 ``<|startofpiece|>`` and its tokens, followed by ``<|endofpiece|>``; all of them are predicted. The
@@ -69,7 +69,7 @@ def train_blanks(config: Any) -> RunResult:
 def cut_blanks(
     ids: Sequence[int], seed: Seed, config: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut spans out of a text; return the token lists before each blank, and the spans.
+    """Remove random spans from a text; return the tokens before each blank, and the spans.
 
     Args:
         ids: token ids of the text; at least 2.

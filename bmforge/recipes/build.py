@@ -1,4 +1,4 @@
-"""Builds a run's model on meta with its `changes`, parallelizes it, and loads its weights."""
+"""Builds the model of a run: applies `changes` on meta tensors, parallelizes, loads weights."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def describe_stored(directory: Path) -> Any:
-    """Return a directory's model on the meta device, in the dtype of its weights."""
+    """Build a directory's stored model on the meta device, with the dtype of the stored weights."""
     return AutoModel.describe_pretrained(directory, dtype=stored_dtype(directory))[0]
 
 
@@ -114,7 +114,8 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
     """Yield for each phase: the phase, a text on the model's size after it, and a note.
 
-    The note is about sizes that are not yet known. The model is on meta, so no weights are loaded.
+    The note is about sizes that are not yet known. The model is on the meta device, so no weights
+    are loaded.
     """
     model: Any = describe_stored(source)
     before = measure_sizes(model)
@@ -212,7 +213,10 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Apply a phase's sizes to a model on meta; return a note on sizes that are not yet known."""
+    """Apply a phase's sizes to a model on the meta device.
+
+    Return a note on sizes that are not yet known.
+    """
     config = phase.config
     if config.structure is not None:
         if config.structure.target != "sizes":

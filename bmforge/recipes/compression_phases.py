@@ -197,7 +197,7 @@ def asks_teacher(config: Any) -> bool:
 
 
 def keep_answers(config: Any, data: Any, world: World) -> Model:
-    """Store the teacher's top tokens for the sequences of a run's steps; return the teacher.
+    """Store the teacher's top tokens for all sequences of a run; return the teacher.
 
     Args:
         config: the run's config.

@@ -67,7 +67,7 @@ def train_distill(config: Any) -> RunResult:
 
 
 def describe_teacher(config: Any) -> tuple[Path, Any]:
-    """Return the directory of a run's teacher, and the teacher on meta.
+    """Return a run's teacher: its directory, and the model on the meta device.
 
     Raises:
         ConfigError: the run has no teacher.

@@ -17,7 +17,7 @@ _FEW_STEPS = 20
 
 
 def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
-    """Return a run's config with ``train.steps`` computed from ``epochs``, if that is set.
+    """Return the config of a run with ``train.steps`` computed from ``epochs``, if that is set.
 
     Args:
         config: the run's config.

@@ -86,7 +86,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class _RowSettings:
-    """Settings for encoding the examples of a task; the fields are those of a run's config."""
+    """Settings for encoding the examples of a task; the fields are those of a run config."""
 
     model: ModelConfig
     data: ExampleConfig
@@ -106,7 +106,7 @@ def evaluate_model(
     export of a run, the metrics are also added to the run's results and report.
 
     Args:
-        name: directory or hub id of a model, a run's directory, or a preset with `weights`.
+        name: directory or hub id of a model, a run directory, or a preset with `weights`.
         config: texts and tasks to evaluate on.
         layout: parallel layout (default: the weights are sharded over all processes).
         allow_other_base: accept an adapter that was trained on a base model with other weights.

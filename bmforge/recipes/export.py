@@ -149,10 +149,10 @@ def _save_model(model: Model, config: Any, target: Path) -> None:
 
 
 def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
-    """Return a function from a published tensor name to the dtype of the exported tensor.
+    """Return a function from a checkpoint tensor's name to the dtype of the exported tensor.
 
     The dtype is that of the base's tensor with this name, or the most common dtype of the base's
-    tensors. Returns None for a base without plain weights (GGUF).
+    tensors. Returns None for a base without unquantized weights (GGUF).
     """
     if is_gguf(directory):
         return None

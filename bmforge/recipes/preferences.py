@@ -198,7 +198,7 @@ def reference_kind(config: Any) -> ReferenceKind | None:
 
 
 def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
-    """Return a run's tokenizer and chat template, and a function that exports both."""
+    """Return the tokenizer and chat template of a run, and a function that exports both."""
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
     template = ChatTemplate(read_template(config, folder), tokenizer)
 

@@ -87,7 +87,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if config.data.reset_at_documents and config.adapter.kind == "soft-prompt":
         raise ConfigError(
             "data.reset_at_documents=True does not work with adapter.kind='soft-prompt', which is "
-            "prepended to rows and not to documents. Leave one of them out."
+            "prepended to sequences and not to documents. Leave one of them out."
         )
     corpus = open_corpus(config.data, config.model.vocab_size, rows, config.init_from)
     held_out = {}

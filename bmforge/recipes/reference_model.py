@@ -108,7 +108,7 @@ def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
 
 
 def describe_reference(config: Any) -> nn.Module:
-    """Return the quantized reference copy of a run on meta, for memory estimates."""
+    """Build a run's quantized reference model on the meta device, to estimate its memory."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     store_reference_(model, config.reference_dtype, config.train.precision)
@@ -116,7 +116,7 @@ def describe_reference(config: Any) -> nn.Module:
 
 
 def store_reference_(model: nn.Module, dtype: ReferenceDtype, precision: str) -> None:
-    """Quantize a model on meta like a reference copy, for memory estimates."""
+    """Quantize a model on the meta device like the reference model, to estimate its memory."""
     quantize_base_(model, dtype)
     _freeze_(model, precision)
 

@@ -52,7 +52,7 @@ def rename_fields(
 def _find_holder(
     table: dict[str, Any], name: str, *, create: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the table that contains a dotted name (None if it is missing), and the last part."""
+    """Return the table that contains a dotted name (None if missing), and the name's last part."""
     *path, last = name.split(".")
     for part in path:
         inner = table.setdefault(part, {}) if create else table.get(part)

@@ -34,7 +34,7 @@ def reference_copy(
     """Return the memory of the policy's frozen reference, in the policy's layout.
 
     Args:
-        model: reference on meta, or a model of the same sizes.
+        model: reference on the meta device, or a model of the same sizes.
         is_stored: whether the weights have the dtypes of `model`; otherwise they are in fp32.
         is_offloaded: whether the weights are on the device only between steps.
     """
@@ -56,7 +56,8 @@ def value_model(model: nn.Module) -> Resident:
     the policy, so the peak is not higher; its gradients are freed after the step.
 
     Args:
-        model: value model on meta, with `requires_grad` set to False for frozen parameters.
+        model: value model on the meta device, with `requires_grad` set to False for frozen
+            parameters.
     """
     size = sum(
         3 * _WIDE_BYTES * tensor.numel()
@@ -68,7 +69,7 @@ def value_model(model: nn.Module) -> Resident:
 
 
 def rollout_copy(model: nn.Module, precision: str) -> Resident:
-    """Return the memory of the plain model copy that generates rollouts, in the compute dtype."""
+    """Return the memory of the unsharded model copy for rollouts, in the compute dtype."""
     width = parse_dtype(precision).itemsize
     size = sum(
         tensor.numel() * (width if tensor.dtype == torch.float32 else tensor.element_size())
@@ -99,7 +100,7 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
 
     Args:
         config: config of any recipe; without a reference model and rollouts the result is empty.
-        policy: trained model on meta, with its adapter.
+        policy: trained model on the meta device, with its adapter.
         processes: number of processes.
     """
     from bmforge.recipes.distill import OnPolicyDistillationConfig, describe_teacher

@@ -104,7 +104,7 @@ def _check(config: Any) -> None:
 
 
 def with_reward_head(config: Any) -> Any:
-    """Return a run's config with the head of a reward model."""
+    """Return the config of a run with the head of a reward model."""
     if config.supervision == "process":
         return change_model(config, head=PROCESS_HEAD, num_labels=2)
     return change_model(config, head=_HEAD, num_labels=1)

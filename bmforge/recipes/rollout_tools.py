@@ -25,8 +25,8 @@ def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, Tool
     """Start a process per tool function; return a dict from function name to process.
 
     Raises:
-        ConfigError: prompts are plain texts, the chat template has no format of tool calls, or a
-            function cannot be loaded.
+        ConfigError: prompts are texts instead of conversations, the chat template has no format of
+            tool calls, or a function cannot be loaded.
     """
     specs = config.rollout.tools
     if not specs:

@@ -38,7 +38,7 @@ _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 
 
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
-    """Create a run's directory, or check that an existing directory belongs to this run.
+    """Create a run directory, or check that an existing directory belongs to this run.
 
     Later, `claim_run_dir` marks the directory as this run's. All processes call this function and
     get the same result.
@@ -87,7 +87,7 @@ def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool
 
 @contextmanager
 def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
-    """Context manager that opens and locks a run's directory, and writes the log to it.
+    """Context manager that opens and locks a run directory, and writes the log to it.
 
     If the run is refused before `claim_run_dir`, no files are left, and no new lines in the log of
     an existing run. All processes call it.

@@ -1,4 +1,4 @@
-"""Provenance of a run's model: its initial model and training texts, with their licenses."""
+"""Provenance of the model of a run: its initial model and training texts, with their licenses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["find_provenance", "parts_of_corpus"]
 
 
 def find_provenance(config: Any) -> Provenance:
-    """Return the license and the provenance for a run's export.
+    """Return the license and the provenance of an exported model.
 
     Args:
         config: the run's config; only directories of `prepare` record the licenses of data.

@@ -221,7 +221,7 @@ def _can_pack(config: Any) -> bool:
 
 
 def read_template(config: Any, folder: Path) -> str | None:
-    """Return the source of the run's chat template; None for the plain template."""
+    """Return the source of the run's chat template; None for the default template."""
     if config.template is not None:
         name = str(config.template)
         if name in NAMED_TEMPLATES:

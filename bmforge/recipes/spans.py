@@ -4,8 +4,8 @@ Spans are replaced by sentinels; the target is the sequence of all sentinels, ea
 span, and one final sentinel. With `init_from`, the recipe fine-tunes a model on raw text.
 
 Source: Raffel et al. (2020), section 3.1.4; ``preprocess_data_enc_dec.py`` and
-``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into rows; in this module
-every text is a row.
+``enc_dec_dataset.py`` of TsinghuaAI/CPM-2-Pretrain, which packs texts into sequences; in this
+module every text is a sequence.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class _SpanExamples:
 
 
 def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData:
-    """Open preprocessed corpora, whose spans were cut out beforehand."""
+    """Open corpora to which span corruption was applied during preprocessing."""
     data, usual = config.data, type(config)()
     unused = ("noise_density", "mean_span_length", "shortest")
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]

@@ -1,4 +1,4 @@
-"""Resolves a run's model: a preset to initialize randomly, or an initial model to load.
+"""Resolves the model of a run: a preset to initialize randomly, or an initial model to load.
 
 The sizes of an initial model apply, except for fields that are set in `model`.
 """
@@ -209,8 +209,8 @@ def settle_model(config: Any) -> Any:
     if config.init_from is None:
         if config.model_changes:
             raise ConfigError(
-                f"model_changes={list(config.model_changes)} has no effect without "
-                "init_from, because all fields of `model` apply. Remove it."
+                f"model_changes={list(config.model_changes)} has no effect without init_from: a "
+                "model trained from scratch uses all fields of `model`. Remove model_changes."
             )
         return config
     directory = find_model(config.init_from)

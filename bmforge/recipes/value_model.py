@@ -76,7 +76,7 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
 
 
 def describe_value_model(config: Any) -> nn.Module:
-    """Return the value model of a run on meta, with its adapter, for memory estimates."""
+    """Build a run's value model, with its adapter, on the meta device, to estimate its memory."""
     own = _value_config(config)
     model = family_of(own.model).from_config(own.model, device="meta")
     if packs_base(own):

@@ -160,7 +160,7 @@ class CallReader:
         self._json = JsonCallReader(self._schemas) if self._form.is_json else None
 
     def _find_close(self) -> bool:
-        """Move text up to the closing mark to the tool call; return True if the mark was found."""
+        """Move text up to the closing delimiter to the tool call; return True if it was found."""
         close = self._form.close
         if not close:
             self._last, self._pending = self._pending, ""
@@ -192,5 +192,5 @@ class CallReader:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a mark."""
+    """Return the number of trailing characters of a text that may begin a delimiter (`mark`)."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

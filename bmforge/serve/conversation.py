@@ -40,7 +40,7 @@ class EncodedPrompt(NamedTuple):
         ends: tokens that end an answer.
         stops: strings that end an answer.
         begins: prefix of the answer that the client does not receive, such as a sentinel token.
-        thought_marks: texts around the model's reasoning; None if it is not separated.
+        thought_marks: delimiters of the model's reasoning; None if it is not separated.
         is_thinking: True if the prompt ends inside the reasoning.
         inputs: the model's inputs for the images of the conversation.
     """
@@ -65,7 +65,7 @@ class Prompter:
     Attributes:
         template: the template; None for EVA, and for models that do not generate text.
         tool_format: format of tool calls; None if the template does not support them.
-        thought_marks: texts around the model's reasoning; None if it is not separated.
+        thought_marks: delimiters of the model's reasoning; None if it is not separated.
         processor: processor of images; None if the model supports only text.
     """
 
@@ -190,7 +190,7 @@ def template_variables(
     Args:
         body: request body.
         readable: variables that the template reads.
-        thought_marks: texts around the model's reasoning; None if the model does not reason.
+        thought_marks: delimiters of the model's reasoning; None if the model does not reason.
 
     Raises:
         RequestError: the template does not read a variable, which would have no effect.

@@ -232,7 +232,7 @@ def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tupl
     Args:
         body: request body.
         tokenizer: the model's tokenizer.
-        marks: texts around reasoning and tool calls, which the parsers of the answer remove.
+        marks: delimiters of reasoning and tool calls; the output parsers remove them.
     """
     if not body.skip_special_tokens:
         return None if body.skip_special_tokens is None else ()

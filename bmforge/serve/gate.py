@@ -139,7 +139,7 @@ class Gate:
 
 
 def _request_id(headers: Headers) -> str:
-    """Return the client's request id if it is short and plain, otherwise a new id."""
+    """Return the client's request id if it matches `_REQUEST_ID`; otherwise a new id."""
     client_id = headers.get("x-request-id", "")
     return client_id if _REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
 

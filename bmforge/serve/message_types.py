@@ -69,7 +69,7 @@ class FunctionName(Strict):
 
 
 class ToolChoice(Strict):
-    """Choice of the one tool that must be called."""
+    """Request of a call of one specific tool."""
 
     type: Literal["function"]
     function: FunctionName

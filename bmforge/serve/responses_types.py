@@ -87,7 +87,7 @@ class FunctionTool(Strict):
 
 
 class NamedTool(Strict):
-    """Choice of the one function that must be called."""
+    """Request of a call of one specific function."""
 
     type: Literal["function"]
     name: str

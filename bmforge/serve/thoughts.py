@@ -17,7 +17,7 @@ THOUGHT_MARKS = (
 
 
 def find_thought_marks(source: str) -> tuple[str, str] | None:
-    """Return the marks around reasoning that a chat template contains; None without marks."""
+    """Return the delimiters of reasoning in a chat template; None if it has none."""
     return next((pair for pair in THOUGHT_MARKS if pair[0] in source or pair[1] in source), None)
 
 
@@ -33,7 +33,7 @@ class ThoughtReader:
     """Streaming parser that separates reasoning at the start of an answer from the text.
 
     Args:
-        marks: texts before and after the reasoning.
+        marks: delimiters before and after the reasoning.
         is_open: True if the answer begins inside the reasoning.
     """
 

@@ -28,10 +28,10 @@ class ToolFormat:
     Args:
         name: name in `--tool-call-parser`.
         marks: texts that a chat template of this format contains.
-        open: texts before calls; "" if an answer that begins with ``{`` is a call.
-        close: text after calls; empty if the answer ends with the calls.
-        parse: function (text between the marks, schemas of the functions) that returns the calls;
-            None if the text is not a call.
+        open: delimiters before calls; "" if an answer that begins with ``{`` is a call.
+        close: delimiter after calls; empty if the answer ends with the calls.
+        parse: function (text between the delimiters, schemas of the functions) that returns the
+            calls; None if the text is not a call.
         is_json: True if the text is a single JSON object, whose arguments can be streamed.
     """
 

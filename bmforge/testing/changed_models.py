@@ -1,4 +1,4 @@
-"""Builds models with LoRA, int8 or resized layers, and equivalent plain models."""
+"""Builds models with LoRA, int8 or resized layers, and equivalent models without these changes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
 
 
 def merge_parts_(model: nn.Module, target: nn.Module) -> dict[str, tuple[str, str, float]]:
-    """Merge the model's LoRA updates into the plain weights of `target`; untie tied weights.
+    """Merge the model's LoRA updates into the weights of `target`; untie tied weights.
 
     Returns:
         dict from the name of each merged weight to (name of `down`, name of `up`, scale) of its

@@ -180,7 +180,7 @@ class ChangedSuite:
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
-        """A model with int8 layers and LoRA modules generates the same ids as a plain model."""
+        """A model with int8 layers and LoRA modules generates the same ids as its merged copy."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
         spread_parts_(model, 1.0)

@@ -110,7 +110,10 @@ class EngineSuite:
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
     def test_budget_is_kept(self, deep: Model, share: float) -> None:
-        """At most the planned weights are resident, and a budget does not change gradients."""
+        """Device memory never holds more weights than planned.
+
+        A budget does not change gradients.
+        """
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)

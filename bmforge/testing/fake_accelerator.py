@@ -179,7 +179,7 @@ class DeviceTensor(Tensor):
 
 
 class _PageLocked(Tensor):
-    """A host tensor in page-locked memory; results of operations are plain tensors."""
+    """A host tensor in page-locked memory; results of operations are ordinary tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -102,9 +102,9 @@ def compare_stages(directory: Path) -> str:
         AssertionError: a gradient differs.
     """
     model = AutoModel.from_pretrained(directory, backend="transformers")
-    joints = model.behavior.joints
-    if joints.refusal:
-        return joints.refusal
+    split_points = model.behavior.split_points
+    if split_points.refusal:
+        return split_points.refusal
     foreign, structure, ids = model.foreign, model.structure, random_rows()["input_ids"]
     weights = torch.randn(512, generator=torch.Generator().manual_seed(0))
 
@@ -119,7 +119,7 @@ def compare_stages(directory: Path) -> str:
     arrived: tuple[Tensor, ...] = ()
     outputs = []
     for span in (Span(0, total // 2, total), Span(total // 2, total, total)):
-        modules = stage_modules(foreign, foreign, structure, joints, span, arrived)
+        modules = stage_modules(foreign, foreign, structure, split_points, span, arrived)
         outputs.append(run_stage(modules, run))
         if not span.first:
             arrived = (outputs[0].detach().requires_grad_(),)

@@ -166,7 +166,7 @@ class ModelSuite(FamilySuite):
         return model(**inputs, **options)
 
     def our_gradients(self, model: Model) -> dict[str, Tensor]:
-        """Return a dict from published name to bmforge's gradient; zeros if there is none."""
+        """Return a dict from transformers' name to bmforge's gradient; zeros if there is none."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()

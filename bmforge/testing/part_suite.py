@@ -18,7 +18,7 @@ def check_part(part: nn.Module) -> None:
     """Raise `AssertionError` unless every tensor of an adapter has a valid `nn.TensorNote`.
 
     Args:
-        part: unsharded adapter (`nn.part.BesidePart`) or replacement layer, not on meta.
+        part: unsharded adapter (`nn.part.BesidePart`) or replacement layer, not on the meta device.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Compares the shapes of presets with those of transformers' models, on meta."""
+"""Compares the shapes of presets with those of transformers' models, on the meta device."""
 
 from __future__ import annotations
 

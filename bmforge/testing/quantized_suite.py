@@ -28,7 +28,7 @@ _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "emb
 
 
 def dequantized_twin(plain: Model, model: Model) -> Model:
-    """Return a copy of the plain model with the dequantized weights of the quantized model."""
+    """Return a copy of `plain` with the dequantized weights of the quantized model."""
     twin: Any = copy.deepcopy(plain)
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -84,7 +84,7 @@ class QuantizedSuite(ChangedSuite):
     def test_packed_saves_and_opens(self, wide: Model, tmp_path: Path) -> None:
         """All default target layers are quantized, and the model is saved and loaded exactly.
 
-        Quantizing a plain model while it is loaded gives the same result.
+        Quantizing an unquantized model while it is loaded gives the same result.
         """
         wide.save_pretrained(tmp_path / "plain")
         model = quantize_(copy.deepcopy(wide), "int4")

@@ -80,7 +80,7 @@ class ServingSuite:
         return [{"embedding": engine.embed(row, delta=names)} for names in choices]
 
     def serving_tokenizer(self) -> Any:
-        """Return a tokenizer if the family's inputs are not plain token ids, otherwise None."""
+        """Return a tokenizer if the family's inputs are not only token ids, otherwise None."""
         return None
 
     def serving_prompts(self, model: Any) -> list[Any]:

@@ -137,7 +137,7 @@ class Tokenizer(ABC):
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of untrusted texts, all below `vocab_size`.
 
-        Names of special tokens in the texts are encoded as plain characters.
+        Names of special tokens in the texts are encoded as characters.
         """
         return self.encode_batch(texts)
 

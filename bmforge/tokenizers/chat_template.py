@@ -37,8 +37,8 @@ class ChatTemplate:
     """Chat template that renders conversations as text.
 
     Args:
-        source: Jinja source; if None, a plain template that writes ``Role: text`` and a newline for
-            every message, with the EOS token after each assistant message.
+        source: Jinja source; if None, the default template, which writes ``Role: text`` and a
+            newline for every message, with the EOS token after each assistant message.
         tokenizer: tokenizer whose special tokens are the template's `bos_token`, `eos_token` and
             so on.
         limits: time and length limits of one rendering (default: none).
@@ -46,7 +46,7 @@ class ChatTemplate:
             as text. The authors of messages can then forge turns of other roles.
 
     Attributes:
-        source: Jinja source, also for the plain template.
+        source: Jinja source, also of the default template.
         variables: names of the variables that the template reads, such as ``tools``.
 
     Raises:
@@ -132,8 +132,8 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Render a conversation up to the assistant's answer; return the text and its token ids.
 
-        Unless `parse_special` is set, names of special tokens inside messages are encoded as plain
-        text, so that a message cannot forge an end-of-turn token.
+        Unless `parse_special` is set, names of special tokens inside messages are encoded as text,
+        so that a message cannot forge an end-of-turn token.
 
         Args:
             messages, tools, variables: as in `render`.
@@ -187,7 +187,7 @@ def _escape(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def _plain_source(marks: Mapping[str, str]) -> str:
-    """Return the Jinja source of the plain template.
+    """Return the Jinja source of the default chat template, for models without their own.
 
     The source contains the special tokens as literal text, since another library may use other
     tokens as ``bos_token`` and ``eos_token``.

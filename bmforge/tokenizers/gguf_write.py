@@ -44,7 +44,7 @@ def describe_tokenizer(
     settings = tokenizer.settings if isinstance(tokenizer, FastTokenizer) else {"model": {}}
     name = _kind_of(settings)
     if name is None:
-        raise _unsaid(f"the tokenizer class {type(tokenizer).__name__}")
+        raise _unsupported(f"the tokenizer class {type(tokenizer).__name__}")
     tokens, types = _list_tokens(tokenizer, settings, rows)
     own = _KINDS[name](settings, tokens, types)
     metadata = {
@@ -63,7 +63,7 @@ def describe_tokenizer(
     return {**metadata, "tokenizer.chat_template": template} if template else metadata
 
 
-def _unsaid(what: str) -> ConfigError:
+def _unsupported(what: str) -> ConfigError:
     """Return the error for a property of the tokenizer that GGUF cannot represent."""
     return ConfigError(
         f"GGUF does not support {what} (supported: byte-level BPE of GPT-2, Llama 3 and Qwen2, BPE "
@@ -127,12 +127,12 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     cuts, composes = list(_steps(settings.get("pre_tokenizer"))), False
     for step in _steps(settings.get("normalizer")):
         if step["type"] != "NFC":
-            raise _unsaid(f"the tokenizer's normalizer {step['type']}")
+            raise _unsupported(f"the tokenizer's normalizer {step['type']}")
         composes = True
     letters = [step for step in cuts if step["type"] == "ByteLevel"]
     splits = [step["pattern"].get("Regex") for step in cuts if step["type"] == "Split"]
     if len(letters) != 1 or letters[0].get("add_prefix_space") or len(cuts) != 1 + len(splits):
-        raise _unsaid(f"the tokenizer's pre-tokenizer {[step['type'] for step in cuts]}")
+        raise _unsupported(f"the tokenizer's pre-tokenizer {[step['type'] for step in cuts]}")
     takes_words = bool(settings["model"].get("ignore_merges"))
     target = PreTokenizer(tuple(splits) if splits else None, composes, takes_words)
     # `adds_begin` is not compared, because the key add_bos_token specifies it.
@@ -141,10 +141,10 @@ def _byte_pairs(settings: dict[str, Any], tokens: list[str], types: list[int]) -
     )
     name = next(names, None)
     if name is None:
-        raise _unsaid(f"the tokenizer's pattern for splitting text, {splits or 'GPT-2'!r}")
+        raise _unsupported(f"the tokenizer's pattern for splitting text, {splits or 'GPT-2'!r}")
     merges = settings["model"]["merges"]
     if not merges:
-        raise _unsaid("a byte-level BPE tokenizer without merges")
+        raise _unsupported("a byte-level BPE tokenizer without merges")
     pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
     return {"pre": name, "merges": pairs}
 
@@ -165,9 +165,9 @@ def _sentence_pairs(
     try:
         implied = pairs_of_scores({token: scores[id] for token, id in ids.items()}, ids)
     except DataError as error:
-        raise _unsaid(f"the tokenizer's vocabulary: {error}".rstrip(".")) from error
+        raise _unsupported(f"the tokenizer's vocabulary: {error}".rstrip(".")) from error
     if set(implied) != set(pairs):
-        raise _unsaid("the tokenizer's merges, which scores of pieces cannot represent")
+        raise _unsupported("the tokenizer's merges, which scores of pieces cannot represent")
     kinds = [s for key in ("normalizer", "pre_tokenizer") for s in _steps(settings.get(key))]
     leads = any(
         s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in kinds

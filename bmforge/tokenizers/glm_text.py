@@ -1,4 +1,4 @@
-"""Tokenizers for GLM's plain text: GPT-2's byte-level BPE, or a sentencepiece model."""
+"""Tokenizers for GLM's ordinary text: GPT-2's byte-level BPE, or a sentencepiece model."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ class BestEvaluation:
             model: trained model.
             directory: parent of the checkpoints.
             step: last step of the run; if it is the best step, nothing is loaded.
-            offload: optimizer offload, which would otherwise overwrite the loaded weights; None
-                if there is none.
+            offload: optimizer offload, which is finished first because it would overwrite the
+                loaded weights; None if there is none.
         """
         if self.step is None or self.step == step:
             return
@@ -117,7 +117,7 @@ class BestEvaluation:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers."""
+        """Return the state as numbers."""
         loss = self._loss if self._step else None  # JSON cannot represent infinity
         return {"loss": loss, "step": self._step, "misses": self._misses}
 

@@ -28,7 +28,7 @@ class Companion(Protocol):
     optimizers: Sequence[Optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizers, as plain numbers."""
+        """Return the state without model and optimizers, as numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state returned by `state_dict`."""

@@ -41,8 +41,8 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
     dist.all_gather_object(counts, count)
     raise ConfigError(
         f"the processes have different numbers of micro-batches in {position}: {counts}, by rank. "
-        "Pass the same number on every process, for example with padding rows whose labels are "
-        "all -100."
+        "Pass the same number on every process, for example with padding sequences whose labels "
+        "are all -100."
     )
 
 
@@ -106,7 +106,7 @@ def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> 
     if not rows_agree(mesh, int.from_bytes(digest.digest(), "little") >> 1):
         raise ConfigError(
             "the processes of a tensor, context or pipeline parallel group must read the same "
-            "rows, but they read different ones. Create the loader with "
+            "samples, but they read different ones. Create the loader with "
             "rank=data_parallel_rank(mesh) and world=data_parallel_size(mesh) of "
             "bmforge.parallel instead of the process rank."
         )

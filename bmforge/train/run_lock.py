@@ -225,7 +225,7 @@ def _parse(text: str | None) -> _Holder:
 
 @contextmanager
 def hold_run_dir(directory: Path) -> Iterator[Callable[[], None]]:
-    """Context manager that creates and locks a run's directory. Collective; rank 0 holds the lock.
+    """Context manager that creates and locks a run directory. Collective; rank 0 holds the lock.
 
     Yields:
         function that all processes call before they write files; it raises `DistributedError` on

@@ -1,6 +1,6 @@
 """The training loop.
 
-It is intentionally short: `train_step` is one step, and everything else is a callback or a plain
+It is intentionally short: `train_step` is one step, and everything else is a callback or a
 function. The model is already parallelized (`parallel.parallelize`); the Trainer works with any
 model family.
 """
@@ -360,7 +360,7 @@ class Trainer:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizer, as plain numbers equal on all processes."""
+        """Return the state without model and optimizer, as numbers equal on all processes."""
         return {
             "seed": self.config.seed,
             "optim": self.config.optim.to_record(),

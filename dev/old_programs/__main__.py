@@ -1,22 +1,25 @@
 """Write the table of upstream programs: imports that resolve, and programs that run.
 
-    python dev/old_programs CHECKOUTS WORK [--repository NAME] [--program GLOB] [--out FILE]
+    python dev/old_programs CHECKOUTS WORK [--repository NAME] [--program GLOB]
 
 CHECKOUTS is a folder with git checkouts of the repositories in `programs.toml`; WORK receives
-their rewritten copies, tiny models and the logs of the runs.
+their rewritten copies, tiny models, the logs of the runs, and `outcomes.json`. The table of runs
+has the newest outcome of each program, also from earlier calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
+import sys
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from imports import check_repository
@@ -25,6 +28,24 @@ from rewrite import apply_edits, copy_repository
 from runs import run_program
 
 import bmforge.compat.bmtrain  # noqa: F401  (imported once, before the programs are forked)
+
+
+class Outcome(NamedTuple):
+    """Outcome of one run.
+
+    Args:
+        repository: name of the repository.
+        program: path of the program in the repository.
+        label: name of the data or config, if the program is run with several.
+        processes: number of processes.
+        text: "as it is", "with edits: REASONS", "fails: ERROR" or "not run: REASON".
+    """
+
+    repository: str
+    program: str
+    label: str
+    processes: str
+    text: str
 
 
 def commit_of(folder: Path) -> str:
@@ -60,14 +81,13 @@ def hub_edits(config: dict[str, Any], models: Path) -> list[dict[str, str]]:
     ]
 
 
-def run_rows(config: dict[str, Any], options: argparse.Namespace) -> Iterator[str]:
-    """Run the listed programs and yield the lines of the table."""
+def run_programs(config: dict[str, Any], options: argparse.Namespace) -> Iterator[Outcome]:
+    """Run the listed programs and yield their outcomes."""
     models = options.work / "models"
     if not models.exists():
         write_models(models)
         write_data(options.work / "data")
     edits = [*config["edits"], *hub_edits(config, models)]
-    yield "| program | processes | outcome |\n|---|---|---|"
     done: set[Path] = set()
     for run in config["runs"]:
         name = run["repository"]
@@ -83,17 +103,17 @@ def run_rows(config: dict[str, Any], options: argparse.Namespace) -> Iterator[st
         for program in sorted(copy.glob(run["programs"])):
             relative = str(program.relative_to(copy))
             if fnmatch(relative, options.program) and relative not in run.get("except", ()):
-                yield from outcome_rows(run, program, f"{name}/{relative}", options)
+                yield from run_on_processes(run, program, relative, options)
 
 
-def outcome_rows(
-    run: dict[str, Any], program: Path, label: str, options: argparse.Namespace
-) -> Iterator[str]:
+def run_on_processes(
+    run: dict[str, Any], program: Path, relative: str, options: argparse.Namespace
+) -> Iterator[Outcome]:
     """Run one program on each number of processes."""
+    work, repository = options.work, run["repository"]
     if run.get("skip"):
-        yield f"| {label} | - | not run: {run['skip']} |"
+        yield Outcome(repository, relative, "", "-", f"not run: {run['skip']}")
         return
-    work = options.work
     own = [
         {**edit, "replace": edit["replace"].replace("{work}", str(work))}
         for edit in run.get("edits", [])
@@ -102,14 +122,35 @@ def outcome_rows(
         program.write_text(apply_edits(program.read_text("utf-8"), own), encoding="utf-8")
     reasons = "; ".join(dict.fromkeys(edit["why"] for edit in own))
     success = f"with edits: {reasons}" if own else "as it is"
+    typed = run.get("typed", "")
+    success += f", with `{typed}` typed on the terminal" if typed else ""
     arguments = [a.replace("{work}", str(work)) for a in run.get("arguments", [])]
-    names = [Path(a).name for a in arguments if a.endswith(".json")]
-    label = " ".join([label, run.get("label", ""), *names]).strip()
+    names = [Path(a).name for a in arguments if a.endswith(".json") and "/configs/" in a]
+    label = " ".join([run.get("label", ""), *names]).strip()
     for processes in run.get("processes", [1]):
-        folder = work / run["repository"] / run["folder"] if "folder" in run else program.parent
-        error = run_program(program, arguments, processes, folder, options.timeout)
+        folder = work / repository / run["folder"] if "folder" in run else program.parent
+        error = run_program(program, arguments, processes, folder, options.timeout, typed)
         text = f"fails: {error.replace('|', '/')[:300]}" if error else success
-        yield f"| {label} | {processes} | {text} |"
+        yield Outcome(repository, relative, label, str(processes), text)
+
+
+def write_table(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Yield the lines of the table; programs of a repository with equal outcomes share a row."""
+    rows: dict[tuple[str, str], dict[str, tuple[set[str], dict[str, None]]]] = {}
+    for repository, program, label, processes, text in outcomes:
+        row = rows.setdefault((repository, text), {})
+        counts, labels = row.setdefault(program, (set(), {}))
+        counts.add(processes)
+        labels[label] = None
+    yield "| repository | programs (processes) | outcome |\n|---|---|---|"
+    for (repository, text), row in rows.items():
+        parts: dict[str, list[str]] = {}
+        for program, (counts, labels) in row.items():
+            shown = ", ".join(filter(None, labels))
+            name = f"`{program}`" + (f" ({shown})" if shown else "")
+            parts.setdefault(" and ".join(sorted(counts)), []).append(name)
+        cells = [f"{', '.join(names)} ({counts})" for counts, names in parts.items()]
+        yield f"| {repository} | {'; '.join(cells)} | {text} |"
 
 
 def main() -> None:
@@ -129,7 +170,15 @@ def main() -> None:
         for line in import_rows(config, options.checkouts):
             print(line, flush=True)
     if options.part != "imports":
-        for line in run_rows(config, options):
+        file = options.work / "outcomes.json"
+        known = [Outcome(*row) for row in json.loads(file.read_text())] if file.exists() else []
+        newest = {outcome[:4]: outcome for outcome in known}
+        for outcome in run_programs(config, options):
+            print(*outcome, sep=" | ", file=sys.stderr, flush=True)
+            newest[outcome[:4]] = outcome
+            file.write_text(json.dumps([*newest.values()], indent=1))
+        order = list(config["repositories"])
+        for line in write_table(sorted(newest.values(), key=lambda o: order.index(o.repository))):
             print(line, flush=True)
 
 

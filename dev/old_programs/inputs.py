@@ -15,58 +15,17 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
 
+from bmforge.models import CPM2, CPM2Config
+from bmforge.tokenizers import CPM2Tokenizer
+
 __all__ = ["write_data", "write_models"]
 
-_WORDS = [
-    "the",
-    "film",
-    "was",
-    "a",
-    "great",
-    "and",
-    "moving",
-    "story",
-    "of",
-    "people",
-    "who",
-    "work",
-    "in",
-    "the",
-    "city",
-    "of",
-    "Beijing",
-    "bad",
-    "good",
-    "question",
-    "answer",
-    "yes",
-    "no",
-    "it",
-    "is",
-    "not",
-    "true",
-    "that",
-    "he",
-    "said",
-    "she",
-    "asked",
-    "world",
-    "sports",
-    "business",
-    "science",
-    "capital",
-    "one",
-    "two",
-    "three",
-    "house",
-    "wonderful",
-    "translate",
-    "English",
-    "German",
-    "terrible",
-    "positive",
-    "negative",
-]
+_TEXT = """
+    the film was a great and moving story of people who work in the city of Beijing bad good
+    question answer yes no it is not true that he said she asked world sports business science
+    capital one two three house wonderful translate English German terrible positive negative
+"""
+_WORDS = _TEXT.split()
 _CHINESE = "今天天气很好我们去学校北京是中国的首都他在看书你问题答案"
 _WIDTH = 32
 
@@ -300,6 +259,7 @@ def write_data(target: Path) -> None:
     _write_indexed(target / "indexed")
     _write_bee(target / "bee")
     _write_generation(target / "openprompt/datasets", draw)
+    _write_cpm2(target / "openprompt/cpm2.1-new")
     _write_low_rank_adapter(target / "opendelta/low_rank_adapter")
     if importlib.util.find_spec("datasets"):
         from datasets import Dataset, DatasetDict
@@ -318,7 +278,7 @@ def write_data(target: Path) -> None:
 def _write_generation(folder: Path, draw: random.Random) -> None:
     """Write WebNLG, CommonsenseQA, UltraChat and CCPM in the form of the originals."""
     texts = sentences(64, seed=2)
-    for name in ("CondGen/webnlg_2017", "Reasoning/csqa", "CCPM"):
+    for name in ("CondGen/webnlg_2017", "Reasoning/csqa", "CCPM", "ZH/ChnSentiCorp"):
         (folder / name).mkdir(parents=True)
     for split in ("train", "dev", "test"):
         entries = [
@@ -339,9 +299,25 @@ def _write_generation(folder: Path, draw: random.Random) -> None:
     lines = [json.dumps({"id": str(n), "data": texts[n : n + 4]}) for n in range(12)]
     (folder / "ultrachat.json").write_text("\n".join(lines) + "\n", encoding="utf-8")
     poem = {"translation": "今天天气很好。", "choices": list(_CHINESE[:4]), "answer": 1}
+    for split in ("train", "dev"):
+        rows = [{"text_a": "天气很好", "label": str(n % 2)} for n in range(16)]
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (folder / f"ZH/ChnSentiCorp/{split}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     for split in ("train", "valid"):
         lines = [json.dumps({**poem, "answer": n % 4}, ensure_ascii=False) for n in range(16)]
         (folder / f"CCPM/{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _write_cpm2(folder: Path) -> None:
+    """Write a tiny CPM-2 under the name of BMInf's last version, in which BMInf looks for it."""
+    special = ["<unk>", "<s>", "</s>", "▃", "<sep>", "<pad>", "<mask>", "<eod>", "▂", "▁"]
+    letters = dict.fromkeys(_CHINESE + "文本：上述所表达情感积极还消。？")
+    vocabulary = [*special, *letters, *(f"<s_{number}>" for number in range(190))]
+    tokenizer = CPM2Tokenizer("\n".join(vocabulary).encode(), Path("vocab.txt"))
+    sizes = {"hidden_size": _WIDTH, "intermediate_size": 64, "num_layers": 2, "num_heads": 4}
+    config = CPM2Config(vocab_size=len(tokenizer), head_dim=8, eos_token_id=7, **sizes)
+    CPM2.from_config(config, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_low_rank_adapter(folder: Path) -> None:

@@ -7,6 +7,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ _LAST_LINES = 40
 
 
 def run_program(
-    program: Path, arguments: Sequence[str], processes: int, folder: Path, timeout_s: float
+    program: Path,
+    arguments: Sequence[str],
+    processes: int,
+    folder: Path,
+    timeout_s: float,
+    typed: str = "",
 ) -> str:
     """Run a program as `__main__` on some processes.
 
@@ -28,6 +34,7 @@ def run_program(
         processes: number of processes, connected by the variables that torchrun sets.
         folder: working directory, which receives the outputs as `NAME.RANK.log`.
         timeout_s: time limit in seconds.
+        typed: text that is typed on the terminal of every process.
 
     Returns:
         "" if every process ended with code 0, else the last error.
@@ -40,7 +47,7 @@ def run_program(
     for rank, log in enumerate(logs):
         pid = os.fork()
         if pid == 0:
-            _run_child(program, arguments, (rank, processes, port), folder, log)
+            _run_child(program, arguments, (rank, processes, port), folder, log, typed)
         pids.append(pid)
     codes = _wait(pids, timeout_s)
     errors = [_last_error(log) for log, code in zip(logs, codes, strict=True) if code]
@@ -50,7 +57,12 @@ def run_program(
 
 
 def _run_child(
-    program: Path, arguments: Sequence[str], place: tuple[int, int, int], folder: Path, log: Path
+    program: Path,
+    arguments: Sequence[str],
+    place: tuple[int, int, int],
+    folder: Path,
+    log: Path,
+    typed: str,
 ) -> None:
     rank, processes, port = place
     code = 1
@@ -59,7 +71,10 @@ def _run_child(
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(target, stream)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        with tempfile.TemporaryFile() as terminal:
+            terminal.write(typed.encode())
+            terminal.seek(0)
+            os.dup2(terminal.fileno(), 0)
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),

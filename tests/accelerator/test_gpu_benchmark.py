@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
+SCRIPT = "benchmarks.gpu.run"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LIMITED = """
-import sys
-sys.path.insert(0, {folder!r})
-import gpu
-row = next(row for row in gpu.ROWS if row.name == "model")
-print(gpu.run_row(row, True, 0.01)["status"])
+from benchmarks.gpu.run import ROWS, run_row
+row = next(row for row in ROWS if row.name == "model")
+print(run_row(row, True, 0.01)["status"])
 """
 
 
 def rehearse(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark with tiny sizes."""
-    command = [sys.executable, str(SCRIPT), "--rehearse", "--output", str(output), *options]
+    command = [sys.executable, "-m", SCRIPT, "--rehearse", "--output", str(output), *options]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
 
 
@@ -62,10 +60,8 @@ def test_two_rehearsed_rows(tmp_path: Path) -> None:
 
 def test_row_out_of_time() -> None:
     """A row whose limit passes is killed and says so."""
-    code = LIMITED.format(folder=str(SCRIPT.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", LIMITED]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.stdout.strip() == "out of time after 0 s", done.stderr
 
 

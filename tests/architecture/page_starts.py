@@ -47,6 +47,7 @@ STARTS = {
     "runs/quickstart/export": "llama-3.2-1b",  # written by `bmforge quickstart`
     "models/eva2.0-base": "eva2.0-base",
     "sums/start": "llama-3.2-1b",  # written by examples/arithmetic.py
+    "runs/small/export": "llama-3.2-1b",
     "runs/sft/export": "llama-3.2-1b",  # written by a command of the page
     "runs/dpo/export": "llama-3.2-1b",
 }

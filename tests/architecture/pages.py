@@ -6,6 +6,7 @@ A comment right before a block says what running it takes:
     <!-- with: --train.steps 2 -->      added to each of its `bmforge train` commands
     <!-- status: 1 -->                 the exit status that is meant
     <!-- not run: two machines -->      why it is not run
+    <!-- serves: 8000 -->              starts a server on this port, which runs until the page ends
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PAGES = sorted(
     if not page.name.startswith(".")
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-MARK = re.compile(r"<!-- (needs|with|status|not run): ([^>]*?) -->\s*$")
+MARK = re.compile(r"<!-- (needs|with|status|not run|serves): ([^>]*?) -->\s*$")
 RUNNING = {"bash", "python"}
 
 
@@ -39,6 +40,7 @@ class Block:
     added: str = ""
     status: int = 0
     not_run: str = ""
+    port: int = 0
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -61,6 +63,7 @@ def page_blocks(page: Path) -> Iterator[Block]:
             marks.get("with", ""),
             int(marks.get("status", 0)),
             marks.get("not run", ""),
+            int(marks.get("serves", 0)),
         )
 
 

@@ -62,6 +62,12 @@ def test_the_page_has_a_table_per_room(writer: ModuleType) -> None:
         assert [row.split("|")[1].strip() for row in rows] == sorted(FAMILIES)
 
 
+def test_the_list_of_benchmarks_is_up_to_date() -> None:
+    """Run dev/benchmark_table.py after changing a benchmark or a page of docs/results."""
+    writer = load("benchmark_table")
+    assert writer.PAGE.read_text("utf-8") == writer.render()
+
+
 def test_the_package_tables_are_up_to_date() -> None:
     """Run dev/package_table.py after changing an import rule or a module's first docstring line."""
     writer = load("package_table")

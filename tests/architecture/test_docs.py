@@ -18,6 +18,7 @@ import bmforge
 from bmforge.cli import main, parse
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEXT_SUFFIXES = {"", ".c", ".md", ".py", ".toml", ".txt", ".yml"}
 PINNED = {
     "bmforge.models": "AutoModel GPT2 GPT2Config Llama LlamaConfig init_weights_ load_weights_",
     "bmforge.parallel": "Layout init_distributed parallelize",
@@ -111,10 +112,38 @@ def test_make_targets_and_scripts_exist() -> None:
             named = [word for word in words[1:] if "=" not in word]
             assert set(named) <= targets, f"{page}: {' '.join(words)}"
             for name in (word[5:] for word in words if word.startswith("NAME=")):
-                assert (ROOT / "benchmarks" / f"{name}.py").is_file(), f"{page}: NAME={name}"
+                assert is_benchmark(f"benchmarks.{name}"), f"{page}: NAME={name}"
         for word in words:
-            if word.startswith(("examples/", "benchmarks/")) and word.endswith(".py"):
+            if word.startswith("examples/") and word.endswith(".py"):
                 assert (ROOT / word).is_file(), f"{page}: {word}"
+
+
+def is_benchmark(name: str) -> bool:
+    """Return True for a path, a folder as a package, or a module with or without an attribute."""
+    if "/" in name:
+        return (ROOT / name).exists()
+    path = ROOT / name.replace(".", "/")
+    modules = (path.with_suffix(".py"), path.parent.with_suffix(".py"))
+    return path.is_dir() or any(module.is_file() for module in modules)
+
+
+def test_benchmarks_that_files_name_exist() -> None:
+    """Pages, code, comments and build files name benchmarks as files or as modules."""
+    named = re.compile(r"(?<!torchtitan )\bbenchmarks(?:/[\w./-]*\w|(?:\.[a-z_]\w*)+)")
+    files = [*PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    for folder in ("benchmarks", "bmforge", "dev", "examples", "tests", ".ci", ".github"):
+        paths = (ROOT / folder).rglob("*")
+        files += [path for path in paths if path.is_file() and path.suffix in TEXT_SUFFIXES]
+    missing = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in files
+        for name in named.findall(file.read_text("utf-8"))
+        if not is_benchmark(name)
+    ]
+    assert not missing
+    wrong = [f"benchmarks{name}" for name in ("/missing.py", ".training.missing")]
+    assert named.findall(" ".join(wrong)) == wrong
+    assert not any(map(is_benchmark, wrong))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -6,10 +6,17 @@ Whole pages, commands and Python in order, are long.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +28,7 @@ from pages import PAGES, ROOT, RUNNING, Block, page_blocks
 from bmforge.parallel import shutdown_distributed
 
 OF_THE_ROOT = ("examples", "dev", "benchmarks")  # commands name them as seen from there
+SERVER = "server"  # named by blocks that need the server which an earlier block started
 SHOWN = RUNNING | {"text", "json", "toml"}
 ALL = {str(page.relative_to(ROOT)): list(page_blocks(page)) for page in PAGES}
 RUN = {  # the two READMEs have the same code
@@ -57,17 +65,25 @@ def run_page(page: str, pages: Path) -> Path:
         for folder in OF_THE_ROOT:
             (place / folder).symlink_to(ROOT / folder)
         printed = ""  # by the commands of the block before
-        for block in ALL[page]:
-            if block.language == "text" and printed and not block.not_run:
-                assert not (missing := unprinted_lines(block.body, printed)), f"{block}: {missing}"
-            printed = run_block(block, place, pages) if block in RUN[page] else ""
+        with contextlib.ExitStack() as servers:
+            for block in ALL[page]:
+                if block.language == "text" and printed and not block.not_run:
+                    missing = unprinted_lines(block.body, printed)
+                    assert not missing, f"{block}: {missing}"
+                if block.port:
+                    servers.close()  # the port is that of an earlier block's server
+                    bring(place, block.needs, pages)
+                    servers.enter_context(serving(block, place))
+                    continue
+                printed = run_block(block, place, pages) if block in RUN[page] else ""
     return place
 
 
 def run_block(block: Block, place: Path, pages: Path) -> str:
     """Run a block after what it needs; returns the output of commands, "" for Python."""
     page = str(block.page.relative_to(ROOT))
-    bring(place, tuple(name for name in block.needs if name != page), pages)  # its own ran here
+    # What this page and its server bring is there already.
+    bring(place, tuple(name for name in block.needs if name not in (page, SERVER)), pages)
     if block.language == "python":
         run_python(block, place)
         return ""
@@ -92,15 +108,56 @@ def shortened(block: Block) -> Iterator[str]:
         yield f"{line.partition(' #')[0]} {block.added}" if trains and block.added else line
 
 
+def page_environment() -> dict[str, str]:
+    """The environment of a page's commands."""
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def serving(block: Block, place: Path, timeout_s: float = 180) -> Iterator[None]:
+    """Run a block's server until the context ends; tests share the port one after the other."""
+    with contextlib.ExitStack() as stack:
+        lock = Path(tempfile.gettempdir()) / f"bmforge-test-port-{block.port}"
+        fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        log = stack.enter_context((place / "server.log").open("w+"))
+        server = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", block.body],
+            cwd=place,
+            env=page_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            end = time.monotonic() + timeout_s
+            while not is_healthy(block.port):
+                alive = server.poll() is None and time.monotonic() < end
+                assert alive, f"{block}\n{(place / 'server.log').read_text()[-3000:]}"
+                time.sleep(0.3)
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(server.pid, signal.SIGTERM)
+            server.wait()
+
+
+def is_healthy(port: int) -> bool:
+    """Return True if a server answers on this port."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
 def run_commands(block: Block, place: Path) -> str:
     """In a shell that stops at the first failure; returns the output."""
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = ["bash", "-euo", "pipefail", "-c", "\n".join(shortened(block))]
     done = subprocess.run(
-        arguments,
+        ["bash", "-euo", "pipefail", "-c", "\n".join(shortened(block))],
         cwd=place,
-        env=environment,
+        env=page_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -120,7 +177,7 @@ def test_blocks_say_what_they_are(page: str) -> None:
     """Every block has a language, and what its comments name is there."""
     for block in ALL[page]:
         assert block.language in SHOWN, f"{block}: {block.language!r} is not one of {SHOWN}"
-        unknown = set(block.needs) - {*PLACES, *RUN}
+        unknown = set(block.needs) - {*PLACES, *RUN, SERVER}
         assert not unknown, f"{block} needs {unknown}, which nobody makes"
 
 

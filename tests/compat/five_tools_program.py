@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bmforge.compat.bmcook.utils.config import ConfigParser
 from torch import Tensor
 
 import bmforge.compat.bminf as bminf
 import bmforge.compat.bmtrain as bmt
 from bmforge.compat.bmcook import CookTrainer
+from bmforge.compat.bmcook.utils.config import ConfigParser
 from bmforge.compat.model_center.dataset import DistributedDataLoader
 from bmforge.compat.model_center.model import GPT2, GPT2Config
 from bmforge.compat.opendelta import AutoDeltaModel, LoraModel

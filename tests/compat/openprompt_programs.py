@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bmforge.compat.openprompt.utils.calibrate import calibrate
 from torch.nn import CrossEntropyLoss
 
 from bmforge.compat.openprompt import (
@@ -24,6 +23,7 @@ from bmforge.compat.openprompt.prompts import (
     SoftVerbalizer,
 )
 from bmforge.compat.openprompt.prompts.prefix_tuning_template import PrefixTuningTemplate
+from bmforge.compat.openprompt.utils.calibrate import calibrate
 
 CLASSES = ["negative", "positive"]
 TEXTS = ["the film was badly made", "a wonderful story", "what a waste", "we loved it"]

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bmforge.compat.bmtrain as bmt
-from bmforge.compat.bmcook import ConfigParser, CookTrainer
+from bmforge.compat.bmcook import ConfigParser, CookTrainer, save
+from bmforge.compat.bmcook.pruning import pruning_of
 from bmforge.compat.model_center.layer import Linear as ModelCenterLinear
 from bmforge.errors import ConfigError
 
@@ -160,3 +161,182 @@ def test_settings_of_trained_gates_that_bmcook_ignores_are_accepted(tmp_path: Pa
     assert structure_table(config.get("pruning")["sprune"])["gates"] == ["attn", "mlp"]
     with pytest.raises(ConfigError, match="is_training=false"):
         structure_table({**config.get("pruning")["sprune"], "is_training": False})
+
+
+HEADS, INNER = 2, 2 * WIDTH
+SUBLAYERS = {"attn": "self_att.self_attention.attention_out", "mlp": "ffn.ffn.w_out"}
+
+
+class OwnAttention(bmt.DistributedModule):
+    """Attention of every token to every token, with the names of ModelCenter's layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        names = ("project_q", "project_k", "project_v", "attention_out")
+        for name in names:
+            setattr(self, name, OwnLinear(WIDTH, WIDTH, False, True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.project_q, self.project_k, self.project_v)
+        )
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+
+class OwnFeedForward(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_in = nn.Module()
+        self.w_in.w = OwnLinear(WIDTH, INNER, False, True)
+        self.w_out = OwnLinear(INNER, WIDTH, True, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(F.gelu(self.w_in.w(x)))
+
+
+class Residual(bmt.DistributedModule):
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        setattr(self, name, inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + getattr(self, self.name)(hidden)
+
+
+class Layer(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_att = Residual("self_attention", OwnAttention())
+        self.ffn = Residual("ffn", OwnFeedForward())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ffn(self.self_att(hidden=x))
+
+
+class LayeredModel(bmt.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_embedding = OwnEmbedding()
+        self.encoder = nn.Module()
+        self.encoder.layers = bmt.TransformerBlockList(
+            [bmt.CheckpointBlock(Layer()) for _ in range(LAYERS)]
+        )
+
+    def forward(self, ids: Tensor) -> tuple[Tensor]:
+        return (self.input_embedding.project(self.encoder.layers(self.input_embedding(ids))),)
+
+
+def gated_logits(model: LayeredModel, ids: Tensor, gates: dict[str, Tensor]) -> Tensor:
+    """What the model computes with gates, written out; a missing gate is open."""
+
+    def gate(layer: int, kind: str) -> Tensor:
+        return gates.get(f"encoder.layers.{layer}.{kind}", torch.ones(1))
+
+    weights = {name: p for name, p in model.named_parameters() if not name.endswith("delta")}
+    x = weights["input_embedding.weight"][ids] / math.sqrt(WIDTH)
+    for layer in range(LAYERS):
+        start, before = x, f"encoder.layers.{layer}"
+        att = {
+            n: weights[f"{before}.self_att.self_attention.{n}.weight"]
+            for n in ("project_q", "project_k", "project_v", "attention_out")
+        }
+        q, k, v = (x @ att[f"project_{n}"].T / math.sqrt(WIDTH) for n in "qkv")
+        size, outs = WIDTH // HEADS, []
+        for head in range(HEADS):
+            own = slice(head * size, (head + 1) * size)
+            scores = (q[..., own] @ k[..., own].transpose(-1, -2)).softmax(-1)
+            values = gate(layer, "heads")
+            outs.append(scores @ v[..., own] * values[head % len(values)])
+        added = torch.cat(outs, -1) @ att["attention_out"].T / math.sqrt(WIDTH)
+        x = x + gate(layer, "attn") * added
+        inner = F.gelu(x @ weights[f"{before}.ffn.ffn.w_in.w.weight"].T / math.sqrt(WIDTH))
+        inner = inner * gate(layer, "features") / math.sqrt(INNER)
+        x = x + gate(layer, "mlp") * (inner @ weights[f"{before}.ffn.ffn.w_out.weight"].T)
+        x = start + gate(layer, "block") * (x - start)
+    return x @ weights["input_embedding.weight"].T
+
+
+KINDS = [["num_heads", "dim_ff"], ["transformer", "num_heads"], ["att", "ffn", "dim_ff"]]
+
+
+@pytest.mark.parametrize("masks", KINDS)
+def test_gates_scale_heads_features_and_sublayers_of_own_blocks(
+    tmp_path: Path, masks: list[str]
+) -> None:
+    model = LayeredModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sprune = {"training_mask": masks, "target_sparsity": 0.5}
+    section = {"is_pruning": True, "mask_method": "sprune", "sprune": sprune}
+    CookTrainer.set_compression(write(tmp_path, pruning=section), model, optimizer)
+    method = pruning_of(model).method
+    gates = {f"{name}.{kind}": gate for (name, kind), gate in method.gates.items()}
+    ids = torch.randint(0, VOCAB, (2, 5))
+    with torch.no_grad():
+        for gate in gates.values():  # away from the start, where all gates are open
+            gate.delta.uniform_(-4, 2)
+    for training in (True, False):
+        model.train(training)
+        values = {name: gate.values() for name, gate in gates.items()}
+        want = gated_logits(model, ids, values)
+        torch.testing.assert_close(model(ids)[0], want, rtol=1e-4, atol=1e-4)
+    # Parameters of open units: four matrices per head, two per feature, and a norm per sublayer.
+    open_now = {name: gate.density() for name, gate in gates.items()}
+    costs = 0.0
+    for layer in range(LAYERS):
+
+        def count(kind: str, units: int, layer: int = layer) -> Tensor:
+            return open_now.get(f"encoder.layers.{layer}.{kind}", torch.ones(units)).sum()
+
+        attn = count("attn", 1) * (WIDTH + count("heads", HEADS) * 4 * WIDTH * WIDTH / HEADS)
+        mlp = count("mlp", 1) * (WIDTH + count("features", INNER) * 2 * WIDTH)
+        costs += float((count("block", 1) * (attn + mlp)).detach())
+    total = LAYERS * (2 * WIDTH + 4 * WIDTH * WIDTH + 2 * WIDTH * INNER)
+    assert method.costs.total == total
+    assert float(method.costs.expect({k: g.density() for k, g in method.gates.items()})) == (
+        pytest.approx(costs, rel=1e-6)
+    )
+
+
+@pytest.mark.parametrize("masks", KINDS)
+def test_weights_of_pruned_units_of_own_blocks_are_zero(tmp_path: Path, masks: list[str]) -> None:
+    model = LayeredModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sprune = {"training_mask": masks, "target_sparsity": 0.5}
+    section = {"is_pruning": True, "mask_method": "sprune", "sprune": sprune}
+    CookTrainer.set_compression(write(tmp_path, pruning=section), model, optimizer)
+    ids = torch.randint(0, VOCAB, (2, 5))
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("delta")}
+    for _ in range(2):
+        out = CookTrainer.forward(model, nn.CrossEntropyLoss(), ids, ids)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(out.lag_loss) != 0
+    assert all(not torch.equal(model.get_parameter(n), value) for n, value in before.items())
+    method = pruning_of(model).method
+    method._fix_(model)
+    model.eval()
+    want = model(ids)[0]
+    save(model, str(tmp_path / "pruned.pt"), "prune")
+    torch.testing.assert_close(model(ids)[0], want, rtol=1e-5, atol=1e-5)
+    tensors = torch.load(tmp_path / "pruned.pt", weights_only=True)
+    assert not any(name.endswith("delta") for name in tensors)
+    left = 0
+    for name, weight in tensors.items():
+        columns = int(weight.any(0).sum())
+        if name.endswith(SUBLAYERS["attn"] + ".weight"):
+            left += 4 * WIDTH * columns + WIDTH * bool(columns)
+        elif name.endswith(SUBLAYERS["mlp"] + ".weight"):
+            left += 2 * WIDTH * columns + WIDTH * bool(columns)
+    assert 0 < left <= 0.5 * LAYERS * (2 * WIDTH + 4 * WIDTH * WIDTH + 2 * WIDTH * INNER)
+
+
+def test_blocks_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    model = OwnModel(lambda a, b: OwnLinear(a, b, False, True))
+    section = {"is_pruning": True, "mask_method": "sprune", "sprune": {"training_mask": ["att"]}}
+    with pytest.raises(ConfigError, match=r"self_att\.self_attention and ffn\.ffn, which this"):
+        CookTrainer.set_compression(write(tmp_path, pruning=section), model)

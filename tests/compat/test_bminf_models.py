@@ -275,6 +275,43 @@ def test_differentiable_models(kind: str) -> None:
     assert torch.equal(grads[0], grads[1])
 
 
+def test_soft_tokens_before_a_differentiable_model() -> None:
+    """OpenPrompt's tutorial 5.1: only the soft tokens of a streamed int8 model are trained."""
+    import bmforge.compat.bminf.torch as bt
+    from bmforge.compat.openprompt import PromptDataLoader, PromptForClassification
+    from bmforge.compat.openprompt.data_utils import InputExample
+    from bmforge.compat.openprompt.plms.seq2seq import CPM2TokenizerWrapper
+    from bmforge.compat.openprompt.prompts import ManualVerbalizer, SoftTemplate
+
+    save_cpm2()
+    plm = bt.models.CPM2()
+    assert bt.models.CPM2 is bt.CPM2
+    text = '{"placeholder":"text_a"} 好不{"mask"}'
+    template = SoftTemplate(model=plm, tokenizer=plm.tokenizer, text=text, num_tokens=3)
+    words = ["上", "下"]
+    verbalizer = ManualVerbalizer(plm.tokenizer, num_classes=2, label_words=words, prefix="")
+    model = PromptForClassification(plm=plm, template=template, verbalizer=verbalizer)
+    examples = [InputExample("0", "天地人", label=0)]
+    loader = PromptDataLoader(
+        examples, template, tokenizer=plm.tokenizer, tokenizer_wrapper_class=CPM2TokenizerWrapper
+    )
+    logits = model(next(iter(loader)))
+    logits.sum().backward()
+    (rows,) = template.parameters()
+    assert rows.grad is not None
+    assert rows.grad.abs().sum() > 0
+    tokenizer = plm.tokenizer
+    blank = tokenizer.sentinel_id(0)
+    ids = torch.tensor([[*tokenizer.encode("天地人 好不"), blank, tokenizer.eos_id]])
+    with torch.no_grad():
+        embeds = torch.cat((rows[None], plm.embed(ids)), 1)
+        start = torch.tensor([[plm.config.decoder_start_token_id, blank]])
+        scores = plm(inputs_embeds=embeds, decoder_input_ids=start).logits[:, 1]
+        chosen = [tokenizer.encode(word)[0] for word in words]
+        want = scores.log_softmax(-1)[:, chosen]
+    assert_close(logits, want.log_softmax(-1))
+
+
 def test_what_cannot_be() -> None:
     save_cpm1()
     with pytest.raises(ConfigError, match="contains a CPM1, not a CPM2"):

@@ -7,10 +7,10 @@ from typing import Any
 import old_programs as old
 import pytest
 import torch
-from bmforge.compat.bmtrain.block_layer import Block, TransformerBlockList
 from torch import Tensor, nn
 
 import bmforge.compat.bmtrain as bmt
+from bmforge.compat.bmtrain.block_layer import Block, TransformerBlockList
 from bmforge.compat.bmtrain.parameter import whole
 from bmforge.testing import run_distributed
 

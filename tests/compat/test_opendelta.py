@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,14 @@ def test_what_a_copy_keeps() -> None:
     model = programs.tiny_bert()
     od.LoraModel(model).freeze_module()
     assert list(copy.deepcopy(model).state_dict()) == list(model.state_dict())
+
+
+def test_targets_typed_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("query, value\n"))
+    typed = od.LoraModel(model := programs.tiny_bert(), interactive_modify=8888)
+    passed = od.LoraModel(other := programs.tiny_bert(), modified_modules=["query", "value"])
+    assert typed.config == passed.config
+    assert [*model.state_dict()] == [*other.state_dict()]
 
 
 @pytest.mark.parametrize(

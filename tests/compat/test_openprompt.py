@@ -27,6 +27,7 @@ from bmforge.compat.openprompt.prompts import (
     ManualTemplate,
     ManualVerbalizer,
     MixedTemplate,
+    PrefixTuningTemplate,
     ProtoVerbalizer,
     PTRVerbalizer,
     SoftTemplate,
@@ -101,6 +102,32 @@ def test_the_readme(kind, folders):
 def test_soft_templates_and_words_are_learned(kind, soft_words, folders):
     losses = programs.run_soft(kind, folders[kind], soft_words)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", [SoftTemplate, PrefixTuningTemplate])
+def test_a_frozen_model_trains_only_the_template(kind, folders):
+    plm, tokenizer, _, wrapper = load_plm("bert", folders["bert"])
+    before = {name: value.clone() for name, value in plm.state_dict().items()}
+    template = kind(plm, tokenizer, '{"placeholder":"text_a"} {"mask"}')
+    verbalizer = ManualVerbalizer(tokenizer, label_words=[["bad"], ["good"]])
+    model = PromptForClassification(plm, template, verbalizer, True, plm_eval_mode=True)
+    own = {id(p) for p in template.parameters()}
+    assert own == {id(p) for p in model.parameters() if p.requires_grad}
+    assert own.isdisjoint(id(plm.get_parameter(name)) for name in before if "head" not in name)
+    optimizer = torch.optim.AdamW(template.parameters(), lr=1e-3)
+    (batch,) = PromptDataLoader(
+        programs.examples(), template, tokenizer=tokenizer, tokenizer_wrapper_class=wrapper,
+        batch_size=4,
+    )  # fmt: skip
+    losses = []
+    for _ in range(2):
+        losses.append(torch.nn.functional.cross_entropy(model(batch), batch["label"]))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+    after = plm.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_a_knowledgeable_verbalizer_is_calibrated(folders):

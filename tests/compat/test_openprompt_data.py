@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sklearn.metrics import f1_score, precision_score, recall_score
+
+from bmforge.compat.openprompt.data_utils import PROCESSORS, load_dataset
 from bmforge.compat.openprompt.data_utils.text_classification_dataset import AgnewsProcessor
 from bmforge.compat.openprompt.data_utils.utils import InputExample
 from bmforge.compat.openprompt.data_utils.ZH import ChnSentiCorp
 from bmforge.compat.openprompt.utils.crossfit_metrics import evaluate
 from bmforge.compat.openprompt.utils.metrics import classification_metrics, generation_metric
-from sklearn.metrics import f1_score, precision_score, recall_score
-
-from bmforge.compat.openprompt.data_utils import PROCESSORS, load_dataset
 from bmforge.errors import ConfigError, DataError
 
 

@@ -94,7 +94,7 @@ def test_plans_are_json() -> None:
         ("llama", {"target": "parameters", "num_heads": 2}, "cannot be used together"),
         ("llama", {"hidden_size": 64}, "must be below"),
         ("cpm_bee", {"hidden_size": 16}, "cannot be pruned"),
-        ("bert", {"num_heads": 2, "uniform": True}, "the published config has no fields"),
+        ("bert", {"num_heads": 2, "uniform": True}, "transformers' config has no fields"),
         (
             "cpm2",
             {"layers": {"encoder.layers.0": {"attn": False}}, "by": "taylor"},

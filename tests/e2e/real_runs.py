@@ -1,4 +1,4 @@
-"""Real training processes for the end-to-end tests and `benchmarks/kill_resume.py`."""
+"""Real training processes for the end-to-end tests and `benchmarks/training/kill_resume.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Killed at random instants and started again, a run ends as if nothing had happened.
 
-Real processes and real signals; `benchmarks/kill_resume.py` does the same fifty times.
+Real processes and real signals; `benchmarks/training/kill_resume.py` does the same fifty times.
 """
 
 from __future__ import annotations

@@ -93,3 +93,14 @@ def test_a_missing_start_token_is_named(tmp_path: Path) -> None:
     ours.config.raw.pop("bos_token_id")
     with pytest.raises(ConfigError, match="decoder_start_token_id"):
         generate(ours, torch.tensor([[5, 6]]))
+
+
+def test_source_and_target_have_their_own_positions(tmp_path: Path) -> None:
+    """Each may use all 128 positions of the model, as in transformers."""
+    plain, ours = make_models("bart", tmp_path)
+    ids = torch.randint(5, 150, (2, 120), generator=torch.Generator().manual_seed(5))
+    want = plain.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(generate(ours, ids, max_new_tokens=20), want)
+    for length, new_tokens in ((129, 5), (5, 129)):
+        with pytest.raises(ConfigError, match="need 129 positions"):
+            generate(ours, torch.full((1, length), 7), max_new_tokens=new_tokens)

@@ -17,6 +17,7 @@ from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
 from bmforge.models.transformers.small_copy import build_twin
+from bmforge.tune.delta import Lora
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,6 +97,26 @@ def test_loss_and_gradients(pair: Pair, num_items: float | None) -> None:
             torch.testing.assert_close(
                 parameter.grad, wanted[name].grad, rtol=1e-3, atol=2e-6, msg=name
             )
+
+
+@pytest.mark.parametrize("kind", ["opt", "cohere"])  # opt's code does not call the whole body
+def test_loss_with_trained_tokens_of_the_head(kind: str, tmp_path: Path) -> None:
+    """The loss is the cross-entropy of the logits, which include the adapter of the head."""
+    build_twin(transformers.AutoConfig.for_model(kind), "language_model").save_pretrained(tmp_path)
+    ours, ids = AutoModel.from_pretrained(tmp_path, backend="transformers"), tokens(2, 9)
+    delta = Lora(ours, targets=["v_proj"], rank=2, trainable_token_indices=ids[0, :3].tolist())
+    with torch.no_grad():
+        for tensor in delta.parameters():
+            tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    loss = ours(ids, labels=ids).loss
+    logits = ours(ids).logits
+    want = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+    wanted = torch.autograd.grad(want, list(delta.parameters()))
+    for got, expected in zip(
+        torch.autograd.grad(loss, list(delta.parameters())), wanted, strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_packed_rows_equal_their_documents_or_are_refused(pair: Pair) -> None:

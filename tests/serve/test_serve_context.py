@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bmforge.cli.main import main
 from bmforge.cli.serve_context import choose_context, key_value_bytes
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.workspace import find_workspace
 from bmforge.models import GPT2, T5, GPT2Config, Llama, LlamaConfig, T5Config
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
@@ -19,6 +20,11 @@ CONFIG = LlamaConfig(vocab_size=64, max_seq_len=2048, num_layers=2, num_kv_heads
 MODEL = Llama.from_config(CONFIG, device="meta")
 WEIGHTS = sum(p.numel() * 4 for p in MODEL.parameters())
 TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, width, bytes
+
+
+def memory_of_step(rows: int, tokens: int) -> int:
+    work = find_workspace(MODEL, rows, tokens)
+    return work.cache_bytes + work.step_bytes
 
 
 def test_bytes_of_a_token() -> None:
@@ -31,7 +37,11 @@ def test_the_context_fits_the_memory(memory: int, rows: int, is_planned: bool) -
     assert context.tokens is not None
     assert 2 <= context.tokens <= 2048
     if is_planned:
-        assert context.tokens == min(2048, max(1024, memory // 4 // (TOKEN * rows)))
+        assert 1024 <= context.tokens <= max(1024, memory // 4 // (TOKEN * rows))
+        step = memory_of_step(rows, context.tokens)
+        assert context.tokens == 1024 or step <= memory / 3
+        if 1024 < context.tokens < min(2048, memory // 4 // (TOKEN * rows)):  # the step limits it
+            assert memory_of_step(rows, context.tokens + 8) > memory / 3
     else:
         fits = (memory - WEIGHTS) // 2 // TOKEN
         assert context.tokens == max(2, min(2048, fits))

@@ -1,26 +1,29 @@
-"""Reads and checks BMCook's JSON configs, and converts them to compression recipes."""
+"""Reads BMCook's command line and JSON configs, and converts the configs to compression recipes."""
 
 from __future__ import annotations
 
+import argparse
 import copy
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.bmcook.addresses import modules_with, our_module
+from bmforge.compat.bmcook.addresses import modules_with, read_pair
 from bmforge.errors import ConfigError, suggest
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
-from bmforge.models import AutoModel
+from bmforge.models import AutoModel, Model
 from bmforge.recipes.adapter_dirs import find_source
 
 __all__ = [
     "ConfigParser",
-    "check_cook_config",
     "pattern_of",
     "recipe_from_bmcook",
     "structure_table",
+    "parse_args",
 ]
 
 # Default values by section and key; those of pruning.sprune are separate.
@@ -153,14 +156,14 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
     described = AutoModel.describe_pretrained(find_source(model).model)[0]
     own = dict(config.get(_OWN, {}))
     tables: dict[str, Any] = {}
-    if distill := _distill_table(config["distillation"]):
+    if distill := _distill_table(config["distillation"], described):
         tables["distill"] = {**distill, **own.pop("distill", {})}
     pruning = config["pruning"]
     if pruning["is_pruning"] and pruning["mask_method"] == "sprune":
         tables["structure"] = {**structure_table(pruning["sprune"]), **own.pop("structure", {})}
     elif pruning["is_pruning"]:
         where = modules_with(described, pruning["pruned_module"], "pruning.pruned_module")
-        tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": where}
+        tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": [*where]}
     if pruning["is_pruning"] and pruning["pruning_mask_path"]:
         get_logger().info(
             (
@@ -186,9 +189,8 @@ def quantize_table(model: Any, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the int8 settings (forward and backward) for the named linear layers."""
     table: dict[str, Any] = {"scheme": "int8-dynamic", "training": "int8-both"}
     if section["quantized_module"]:
-        table["where"] = modules_with(
-            model, section["quantized_module"], "quantization.quantized_module"
-        )
+        names = section["quantized_module"]
+        table["where"] = [*modules_with(model, names, "quantization.quantized_module")]
     return table
 
 
@@ -232,7 +234,13 @@ def structure_table(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _distill_table(section: Mapping[str, Any]) -> dict[str, Any]:
+def _distill_table(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    texts = {
+        part: section[f"mse_{part}_module"] if section[f"mse_{part}_scale"] else ()
+        for part in ("hidn", "att")
+    }
+    models = model, _deepen(model, " ".join(itertools.chain(*texts.values())))
+    names = {part: [read_pair(pair, models) for pair in pairs] for part, pairs in texts.items()}
     losses: list[dict[str, Any]] = []
     if section["ce_scale"]:
         losses.append(
@@ -243,33 +251,32 @@ def _distill_table(section: Mapping[str, Any]) -> dict[str, Any]:
             }
         )
     if section["mse_hidn_scale"]:
-        pairs = [_read_pair(pair) for pair in section["mse_hidn_module"]]
-        losses.append(
-            {
-                "kind": "hidden",
-                "weight": float(section["mse_hidn_scale"]),
-                "form": "mean_norm",
-                "pairs": pairs,
-            }
-        )
+        form = {"form": "mean_norm", "pairs": names["hidn"]}
+        losses.append({"kind": "hidden", "weight": float(section["mse_hidn_scale"]), **form})
     if section["mse_att_scale"]:
         loss: dict[str, Any] = {"kind": "attention", "weight": float(section["mse_att_scale"])}
-        if section["mse_att_module"]:
-            loss["pairs"] = [_read_pair(pair) for pair in section["mse_att_module"]]
-        losses.append(loss)
+        losses.append(loss | ({"pairs": names["att"]} if names["att"] else {}))
     return {"losses": losses} if losses else {}
 
 
-def _read_pair(text: str) -> list[str]:
-    """Parse "[post]a.b:[pre]c.d" into two modules, with bmforge's names."""
-    sides = text.split(":")
-    if len(sides) != 2:
-        raise ConfigError(f"{text!r} is not a pair of modules, such as '[post]a.b:[post]a.b'.")
-    return [_read_side(side) for side in sides]
+def _deepen(model: Any, text: str) -> Any:
+    """Return a model that has all layers in a text, in which names of a teacher are looked up."""
+    depth = 1 + max(map(int, re.findall(r"layers\.(\d+)", text)), default=0)
+    if not isinstance(model, Model) or depth <= model.config.num_layers:
+        return model
+    counts = ("num_layers", "num_decoder_layers")
+    changes = {name: depth for name in counts if hasattr(model.config, name)}
+    return type(model).from_config(model.config.replace(**changes), device="meta")
 
 
-def _read_side(text: str) -> str:
-    kind, mark, name = text.partition("]")
-    if not mark or kind not in ("[post", "[pre"):
-        raise ConfigError(f"module {text!r} must begin with [post] or [pre], such as '[post]a.b'.")
-    return our_module(name) if kind == "[post" else f"into:{our_module(name)}"
+def parse_args() -> argparse.Namespace:
+    """Parse the program's command line; return the arguments as a namespace."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="name or directory of the model")
+    parser.add_argument("--save-dir", required=True, help="directory for the results")
+    parser.add_argument("--log-interval", type=int, default=1, help="steps between log lines")
+    parser.add_argument("--save-interval", type=int, default=1000, help="steps between checkpoints")
+    parser.add_argument("--start-lr", type=float, default=1e-4, help="initial learning rate")
+    parser.add_argument("--data-path", default="openwebtext_document", help="path of the data")
+    parser.add_argument("--cook-config", help="path of BMCook's config file")
+    return parser.parse_args()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compat.bmcook.addresses import modules_with
+from bmforge.compat.bmcook.block_gates import OwnBlocksMethod
 from bmforge.compat.bmcook.config import pattern_of, structure_table
 from bmforge.compress import Method
 from bmforge.compress.prune import PruneConfig, prune
+from bmforge.compress.prune.gates import find_gates
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import ConfigError
@@ -54,7 +56,8 @@ class BMPrune:
         """Prune a model according to a config.
 
         Args:
-            model: any model; structured pruning needs one of ModelCenter's or bmforge's classes.
+            model: any model; structured pruning needs a bmforge model, one of ModelCenter's
+                classes, or blocks with the submodules of ModelCenter's layers.
             config: a `ConfigParser`.
 
         Raises:
@@ -68,9 +71,10 @@ class BMPrune:
             raise ConfigError("this model is already pruned. Call compute_mask once per model.")
         if section["mask_method"] == "sprune":
             owner = _zoo_model(model)
-            method: Method = StructureMethod(StructureConfig(**_tuples(section["sprune"])))
-            method.attach_(owner)
-            pruning = _Pruning(method, owner, True)
+            kind = OwnBlocksMethod if owner is None else StructureMethod
+            method: Method = kind(StructureConfig(**_tuples(section["sprune"])))
+            pruning = _Pruning(method, owner or model, True)
+            method.attach_(pruning.owner)
         else:
             names = section["pruned_module"]
             where = tuple(modules_with(model, names, "pruning.pruned_module"))
@@ -97,8 +101,8 @@ class BMPrune:
                 "pruning needs an optimizer. Pass it to set_compression or set_optim_for_pruning."
             )
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        new = [p for p in pruning.owner.parameters() if p.requires_grad and id(p) not in optimized]
-        if pruning.is_gated and new:  # gates were created after the optimizer
+        new = [gate.delta for gate in find_gates(pruning.owner) if id(gate.delta) not in optimized]
+        if new:  # gates were created after the optimizer
             optimizer.add_param_group({"params": new, "lr": 0.1, "weight_decay": 0.0})
         optimizer.register_step_post_hook(pruning.after_step)
 
@@ -114,14 +118,7 @@ def _tuples(section: Any) -> dict[str, Any]:
     return {**table, "gates": tuple(table["gates"])}
 
 
-def _zoo_model(model: nn.Module) -> nn.Module:
-    """Return the bmforge model inside one of ModelCenter's classes."""
-    if isinstance(model, Model):
-        return model
-    inner = getattr(model, "model", None)
-    if isinstance(inner, Model):
-        return inner
-    raise ConfigError(
-        "mask_method='sprune' supports models of bmforge and of ModelCenter's classes, not a "
-        f"{type(model).__name__}. Use one of these classes, or another mask_method."
-    )
+def _zoo_model(model: nn.Module) -> Model | None:
+    """Return the bmforge model inside one of ModelCenter's classes; None for other classes."""
+    inner = model if isinstance(model, Model) else getattr(model, "model", None)
+    return inner if isinstance(inner, Model) else None

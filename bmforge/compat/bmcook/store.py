@@ -32,7 +32,8 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
         file_name: path of the file to write.
         mode: "quant" replaces ``X.weight`` of each quantized layer with ``X.weight_quant``, int8
             (out, in), and ``X.weight_scale``, fp16 (out,); "prune" writes the remaining weights to
-            the file, and their sizes to ``FILE.config.json``.
+            the file (for blocks of a program's own class, all weights, with zeros), and their sizes
+            to ``FILE.config.json``.
 
     Raises:
         ConfigError: `mode` is unknown, or the model was not compressed in this way.

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.bmcook.distilling import BMDistill, Teaching
-from bmforge.compat.bmcook.moe import BMMoE
 from bmforge.compat.bmcook.pruning import BMPrune, pruning_of
-from bmforge.compat.bmcook.quant import BMQuant
+from bmforge.compat.bmcook.training_methods import BMDistill, BMMoE, BMQuant, Teaching
 from bmforge.errors import ConfigError
 
 __all__ = ["CookOutput", "CookTrainer"]

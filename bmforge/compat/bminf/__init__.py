@@ -1,15 +1,14 @@
 """BMInf's API, implemented with bmforge, for programs that only change their imports.
 
-Start at `wrap` (`wrapper` limits the memory of any module), then `blocks` and `linear`, which it
-uses, `models` (CPM-1, CPM-2 and EVA of BMInf 1.0) and `torch` (their differentiable forms).
+Start at `wrap` (`wrapper` limits the memory of any module), then `models` (CPM-1, CPM-2 and EVA of
+BMInf 1.0) and `torch` (their differentiable forms).
 docs/migrating/bminf.md lists every difference and its reason.
 """
 
 import importlib
 
 from bmforge.compat.bminf import models
-from bmforge.compat.bminf.blocks import TransformerBlockList
-from bmforge.compat.bminf.linear import QuantizedLinear
+from bmforge.compat.bminf.wrap import QuantizedLinear, TransformerBlockList
 
 # Import the module `wrapper` first, as a later import would replace the function.
 importlib.import_module("bmforge.compat.bminf.wrapper")

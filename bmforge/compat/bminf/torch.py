@@ -37,6 +37,11 @@ class _Differentiable(nn.Module):
         """The model's tokenizer."""
         return self.engine.tokenizer
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the bmforge model, which prompts and soft tokens read."""
+        own = self.__dict__["_modules"]
+        return own[name] if name in own else getattr(own["model"], name)
+
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
         table: nn.Module = self.model.embed

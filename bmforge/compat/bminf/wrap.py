@@ -1,25 +1,157 @@
-"""`wrapper`, which quantizes any module to int8 and limits its memory."""
+"""`wrapper`, which quantizes any module to int8 and limits its memory.
+
+It uses BMInf's int8 linear layer, and its block list, which streams the blocks that exceed a memory
+limit.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from bmforge.compat.bminf.blocks import TransformerBlockList, place_blocks_
-from bmforge.compat.bminf.linear import QuantizedLinear
-from bmforge.device import device_at
+from bmforge.device import device_at, is_host, memory_room_bytes
+from bmforge.errors import ConfigError
+from bmforge.infer.engine.budget import plan_weights
+from bmforge.infer.engine.weights import place_
+from bmforge.memory.naive_parallel import spread_blocks_
+from bmforge.memory.streaming import Streamer
 from bmforge.models.base import Model
 from bmforge.models.quantize import quantize_
+from bmforge.nn import quantized
 from bmforge.nn.low_rank import linear_sizes
-from bmforge.nn.packing import PRESETS
+from bmforge.nn.packing import PRESETS, Integers, pack_matrix, unpack_values
 from bmforge.records import units_of
 from bmforge.surgery import replace_module_
 
-__all__ = ["wrapper"]
+__all__ = ["QuantizedLinear", "TransformerBlockList", "wrapper"]
 
 _SCHEME = "int8-dynamic"
+_PRESET = PRESETS[_SCHEME]
+_LARGEST = 127
+
+
+class QuantizedLinear(quantized.QuantizedLinear):
+    """Linear layer with int8 weights (a scale per row) and int8 activations (a scale per token).
+
+    Weights are packed for the kernels; `weight_quant` and `weight_scale` return them unpacked, as
+    in BMInf. Only inputs get a gradient, computed with the dequantized weights.
+
+    Args:
+        linear: unquantized layer (its bias is not quantized), or transformers' Conv1D.
+
+    Raises:
+        ConfigError: the input width is not divisible by 4, or a weight is not finite.
+
+    Source: BMInf 2.0: a row's scale is its absolute maximum / 127, its integers are rounded to
+        nearest.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__(linear, _PRESET)
+        weight: Tensor = linear.weight  # type: ignore[assignment]
+        if weight.is_meta:
+            return
+        rows = (weight.t() if hasattr(linear, "nf") else weight).detach().float()
+        scale = rows.abs().amax(1) / _LARGEST
+        values = (rows / scale.where(scale > 0, 1.0)[:, None]).round().to(torch.int8)
+        if bool(scale.isfinite().all()):
+            self.take_packed_(pack_matrix(Integers(values, scale[:, None], None), _PRESET))
+        else:
+            self.fill_(rows)  # raises the error with its reason
+
+    @property
+    def weight_quant(self) -> Tensor:
+        """Int8 weights, shape (out, in)."""
+        return unpack_values(self.packed, self.spec)[: self.rows]
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """Scales of the weight rows: (out,) fp32."""
+        return self._tensors()[1].transpose(1, 2).flatten()[: self.rows]
+
+
+# Fraction of the free memory that BMInf uses by default.
+_SHARE = 0.9
+
+
+def place_blocks_(
+    model: nn.Module, blocks: Mapping[str, nn.Module], limit_bytes: int | None, device: torch.device
+) -> Streamer | None:
+    """Move a model to a device within a memory limit; stream the blocks that do not fit.
+
+    Args:
+        model: model in memory; parameters of its blocks are frozen.
+        blocks: dict from name to module of the blocks that may be streamed.
+        limit_bytes: limit on weights, buffers and streaming slots (device memory for streamed
+            blocks) in bytes (default: 0.9 of the free memory of an accelerator; no limit on a CPU).
+        device: compute device.
+
+    Raises:
+        ConfigError: the limit is too small; the message names the smallest possible limit.
+    """
+    for block in blocks.values():
+        block.requires_grad_(False)
+    if limit_bytes is None:
+        if is_host(device):
+            return None
+        limit_bytes = int(_SHARE * memory_room_bytes(device))
+    plan = plan_weights(model, device, limit_bytes, blocks)
+    return next(iter(place_(model, plan, None)[0]), None)
+
+
+class TransformerBlockList(nn.ModuleList):
+    """Sequential list of blocks; those that do not fit a memory limit are streamed.
+
+    Iterating, indexing and slicing return the blocks, which load their weights when they run.
+    Blocks may have different structures.
+
+    Args:
+        layers: the blocks.
+        gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
+            them in order. On a CPU the indices are ignored and only the limits apply. If it is
+            empty, blocks are not moved.
+
+    Raises:
+        ConfigError: there are no blocks, or a limit is too small; the message names the smallest
+            possible limit.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], gpus: Sequence[int | tuple[int, int | None]] = ()
+    ) -> None:
+        super().__init__(layers)
+        places: dict[str, torch.device] = {}
+        if gpus and not len(self):
+            raise ConfigError("TransformerBlockList has no blocks. Pass at least one.")
+        self.requires_grad_(False)
+        each = -(-len(self) // max(1, len(gpus)))
+        for gpu, entry in enumerate(gpus):
+            index, limit = entry if isinstance(entry, tuple) else (entry, None)
+            numbers = range(len(self))[gpu * each : (gpu + 1) * each]
+            if numbers:
+                share = nn.ModuleDict({str(number): self[number] for number in numbers})
+                place_blocks_(share, dict(share.items()), limit, device_at(index))
+                places |= dict.fromkeys(share, device_at(index))
+        spread_blocks_(self, {name: at for name, at in places.items() if not is_host(at)})
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run all blocks in sequence.
+
+        Args:
+            x: input of the first block.
+            args: further arguments of every block.
+            kwargs: keyword arguments of every block.
+
+        Shape:
+            x: input of the first block
+        """
+        for block in self:
+            x = block(x, *args, **kwargs)
+        return x
 
 
 def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | None = None) -> Any:
@@ -59,11 +191,11 @@ def _quantize_(model: nn.Module) -> None:
         sizes = linear_sizes(module)
         if sizes is None or getattr(module, "weight", None) is None:
             continue
-        if PRESETS[_SCHEME].fits(sizes[0]):
+        if _PRESET.fits(sizes[0]):
             replace_module_(model, name, QuantizedLinear(module))
             num_replaced += 1
         else:
-            left.append(f"{name} ({PRESETS[_SCHEME].problem(sizes[0])})")
+            left.append(f"{name} ({_PRESET.problem(sizes[0])})")
     if left:
         warnings.warn(f"these linear layers are not quantized: {', '.join(left)}.", stacklevel=3)
     elif not num_replaced:

@@ -19,9 +19,7 @@ from bmforge.compat.bmtrain import (
     store,
     utils,
 )
-from bmforge.compat.bmtrain import (
-    nccl as nccl,
-)
+from bmforge.compat.bmtrain import nccl as nccl
 from bmforge.compat.bmtrain.block import Block, TransformerBlockList
 from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.bmtrain.optim import optim_step

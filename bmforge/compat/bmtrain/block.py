@@ -12,11 +12,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
-from bmforge.compat.bmtrain.module import DistributedModule, make_distributed_
-from bmforge.compat.bmtrain.overlap import join_blocks_
+from bmforge.compat.bmtrain.module import (
+    DistributedModule,
+    Facade,
+    claim_blocks_,
+    join_blocks_,
+    make_distributed_,
+)
 from bmforge.compat.bmtrain.parameter import all_rows, mark_, mesh_of, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
@@ -36,11 +41,11 @@ class Block(Facade):
     Attributes, parameter names and saved keys are those of the wrapped module.
 
     Args:
-        inner_module: module with distributed parameters; a plain module is converted.
+        inner_module: module with distributed parameters; an ordinary module is converted.
         use_checkpoint: True to store only the inputs and recompute other activations in backward.
         zero_level: 3 to gather again in backward, 2 to keep gathered parameters until backward
             (default: the level of `init_distributed`, which is 3).
-        initialized: accepted and ignored; the values of a plain module are always kept.
+        initialized: accepted and ignored; the values of an ordinary module are always kept.
         mode: "PIPE" for blocks of a `PipelineTransformerBlockList`, which assigns their stage.
 
     Raises:
@@ -183,7 +188,10 @@ def _no_views(out: Any) -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Distribute a plain module; raise an error if only some of its parameters are distributed."""
+    """Distribute an ordinary module.
+
+    Raise an error if only some of its parameters are distributed.
+    """
     named = dict(module.named_parameters())
     plain = [name for name, param in named.items() if origin_of(param) is None]
     is_plain = not any(isinstance(m, DistributedModule) for m in module.modules())
@@ -244,11 +252,7 @@ def _shard_(module: nn.Module, frees: bool) -> None:
 
 
 def _has_backward(out: Any) -> bool:
-    if isinstance(out, Tensor):
-        return out.requires_grad
-    if isinstance(out, dict):
-        return any(_has_backward(value) for value in out.values())
-    return isinstance(out, tuple | list) and any(_has_backward(value) for value in out)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(out))
 
 
 def as_blocks(modules: Iterable[nn.Module], mode: str) -> list[Block]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.parallel.collectives import sum_forward
+from bmforge.parallel.collectives import split_softmax, sum_forward
 
 __all__ = ["FusedCrossEntropy", "has_inf_nan"]
 
@@ -79,27 +78,17 @@ class FusedCrossEntropy(nn.Module):
     def _over_parts(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         """Return the loss of each row for a sharded vocabulary.
 
-        Comm: three all-reduces of one scalar per row (maximum, sum of exponentials, target logit).
+        Comm: two all-reduces, of one and of two scalars per row; one more for label smoothing.
         """
-        group, width = config["tp_comm"], logits.shape[1]
+        group, width, counted = config["tp_comm"], logits.shape[1], target != self.ignore_index
         first, classes = config["tp_rank"] * width, width * config["tp_size"]
-        counted = target != self.ignore_index
-        top = logits.detach().amax(1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        shifted = logits - top[:, None]
-        index = (target * counted) - first
-        is_local = counted & (index >= 0) & (index < width)
-        picked = shifted.gather(1, index.where(is_local, 0)[:, None])[:, 0] * is_local
-        own = shifted
-        if weight is not None:
-            own = shifted * weight[first : first + width]
-        sums = torch.stack((shifted.exp().sum(1), picked, own.sum(1)))
-        mass, picked, smooth = sum_forward(sums, group).unbind()
+        shifted, log_mass, picked = split_softmax(logits, target * counted, group)
         of_class = 1.0 if weight is None else weight[target * counted]
-        all_weights = classes if weight is None else weight.sum()
-        loss = (mass.log() - picked) * of_class * (1.0 - self.label_smoothing)
+        loss = (log_mass - picked) * of_class * (1.0 - self.label_smoothing)
         if self.label_smoothing:
-            spread = (mass.log() * all_weights - smooth) / classes
+            own = shifted if weight is None else shifted * weight[first : first + width]
+            all_weights = classes if weight is None else weight.sum()
+            spread = (log_mass * all_weights - sum_forward(own.sum(1), group)) / classes
             loss = loss + self.label_smoothing * spread
         return loss * counted
 

@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Cosine",
-    "Exponential",
-    "Linear",
-    "NoDecay",
-    "Noam",
-    "WarmupLRScheduler",
-]
+__all__ = ["Cosine", "Exponential", "Linear", "NoDecay", "Noam", "WarmupLRScheduler"]
 
 
 class WarmupLRScheduler:

@@ -1,14 +1,24 @@
-"""Modules with sharded parameters, which are gathered for computation and saved in full."""
+"""Modules with sharded parameters, which are gathered for computation and saved in full.
+
+`Facade` is the base class of blocks, a proxy that behaves like the wrapped module. `join_blocks_`
+joins a model's blocks under one `fully_shard` root, so that each prefetches the next. A single
+block is its own root. Blocks are joined when the first of them runs, not earlier: `fully_shard`
+needs the complete tree and parameters on their final device.
+"""
 
 from __future__ import annotations
 
+import copyreg
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bmforge.compat.bmtrain.facade import Facade, claim_blocks_
 from bmforge.compat.bmtrain.parameter import (
     Origin,
     full_shape,
@@ -22,7 +32,90 @@ from bmforge.compat.bmtrain.parameter import (
 )
 from bmforge.compat.bmtrain.runtime import config
 
-__all__ = ["DistributedModule", "make_distributed_"]
+__all__ = ["Facade", "claim_blocks_", "join_blocks_", "DistributedModule", "make_distributed_"]
+
+
+class Facade(nn.Module):
+    """Proxy for a module, with that module's parameters and names.
+
+    `isinstance` is true for `Facade` and for the module's class, because Hugging Face models select
+    by class the layers whose outputs they return as hidden states.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class of the wrapped module."""
+        return type(vars(self).get("_module", self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy the proxy itself, not the wrapped module."""
+        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+
+
+def claim_blocks_(model: nn.Module) -> None:
+    """Register a model as the owner of its blocks, which are prefetched in the model's order.
+
+    A model registers when it is first called, initialized or loaded. If several models contain a
+    block, the largest one owns it.
+    """
+    model.__dict__["_claims"] = True
+    if not config.is_ready or config["world_size"] == 1:
+        return
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, Facade) and module.__dict__.get("_claim", (0,))[0] < len(modules):
+            module.__dict__["_claim"] = len(modules), weakref.ref(model)
+
+
+class _Root(nn.Module):
+    """Parent module of the blocks; it has no parameters itself."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self) -> None:
+        """Do nothing; calling it makes `fully_shard` join the blocks."""
+
+
+def join_blocks_(block: Facade) -> None:
+    """Join a block with the other blocks of its registered model and set up prefetching.
+
+    Each block prefetches the next one in the same list or module.
+
+    Memory: two blocks are gathered at a time.
+    """
+    _, find_model = block.__dict__.get("_claim", (0, lambda: block))
+    model = find_model() or block
+    blocks = dict.fromkeys(_inside(first) for first in _outermost(model) if _waits(first))
+    root = _Root(list(blocks))
+    fully_shard(root, mesh=config.world)
+    for inner in blocks:
+        inner.__dict__["_joined"] = True
+    for parent in model.modules():
+        row = [_inside(m) for m in parent.children() if isinstance(m, Facade)]
+        for first, two in pairwise(m for m in row if m in blocks):
+            first.set_modules_to_forward_prefetch([two])
+            two.set_modules_to_backward_prefetch([first])
+    root()
+
+
+def _inside(block: Facade) -> Any:
+    return block.__dict__["_module"]
+
+
+def _waits(block: Facade) -> bool:
+    inner = _inside(block)
+    return isinstance(inner, FSDPModule) and "_joined" not in inner.__dict__
+
+
+def _outermost(module: nn.Module) -> Iterator[Facade]:
+    """Yield the outermost blocks of a model."""
+    if isinstance(module, Facade):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 class DistributedModule(nn.Module):
@@ -85,7 +178,7 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Replace a plain model's parameters with distributed ones with the same values and ties.
+    """Replace all parameters of a model with distributed ones of the same values and ties.
 
     Its modules become `DistributedModule`s; class names stay the same.
     """

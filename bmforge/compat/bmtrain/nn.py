@@ -109,6 +109,15 @@ def _part(size: int, what: str) -> int:
     return size // parts
 
 
+def _new(
+    shape: tuple[int, ...], dtype: torch.dtype | None, tp_mode: bool = False, split_dim: int = -1
+) -> Any:
+    """Create a parameter: a matrix with Xavier-normal initialization, or a bias of zeros."""
+    init: Any = torch.nn.init.xavier_normal_ if len(shape) > 1 else torch.nn.init.zeros_
+    empty = torch.empty(shape, dtype=dtype)
+    return DistributedParameter(empty, init_method=init, tp_mode=tp_mode, tp_split_dim=split_dim)
+
+
 class Linear(DistributedModule):
     """Linear layer with Xavier-normal weights and a bias of 0."""
 
@@ -121,12 +130,8 @@ class Linear(DistributedModule):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        weight = torch.empty(out_features, in_features, dtype=dtype)
-        self.weight = DistributedParameter(weight, init_method=torch.nn.init.xavier_normal_)
-        self.bias: Any = None
-        if bias:
-            values = torch.empty(out_features, dtype=dtype)
-            self.bias = DistributedParameter(values, init_method=torch.nn.init.zeros_)
+        self.weight = _new((out_features, in_features), dtype)
+        self.bias: Any = _new((out_features,), dtype) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``."""
@@ -163,15 +168,8 @@ class ColumnParallelLinear(DistributedModule):
         self.in_features, self.out_features = in_features, out_features
         self.out_features_per_partition = part
         self.gather_output, self.gather_input = gather_output, gather_input
-        weight = torch.empty(part, in_features, dtype=dtype)
-        init = torch.nn.init.xavier_normal_
-        self.weight = DistributedParameter(weight, init_method=init, tp_mode=True, tp_split_dim=0)
-        self.bias: Any = None
-        if bias:
-            values, zeros = torch.empty(part, dtype=dtype), torch.nn.init.zeros_
-            self.bias = DistributedParameter(
-                values, init_method=zeros, tp_mode=True, tp_split_dim=0
-            )
+        self.weight = _new((part, in_features), dtype, True, 0)
+        self.bias: Any = _new((part,), dtype, True, 0) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return this process's outputs for all rows, or all outputs."""
@@ -210,14 +208,9 @@ class RowParallelLinear(DistributedModule):
         self.in_features, self.out_features = in_features, out_features
         self.in_features_per_partition = part
         self.split_input, self.all_reduce_output = split_input, all_reduce_output
-        weight = torch.empty(out_features, part, dtype=dtype)
-        init = torch.nn.init.xavier_normal_
-        self.weight = DistributedParameter(weight, init_method=init, tp_mode=True, tp_split_dim=1)
-        self.bias: Any = None
-        if bias:
-            # Each process adds the bias to its own rows or, with all_reduce_output, to all rows.
-            values, zeros = torch.empty(out_features, dtype=dtype), torch.nn.init.zeros_
-            self.bias = DistributedParameter(values, init_method=zeros, tp_mode=all_reduce_output)
+        self.weight = _new((out_features, part), dtype, True, 1)
+        # Each process adds the bias to its own rows or, with all_reduce_output, to all rows.
+        self.bias: Any = _new((out_features,), dtype, all_reduce_output) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs for this process's rows, or for all rows."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
 from bmforge.compat.bmtrain.runtime import config
 
@@ -20,7 +20,7 @@ def init_parameters(model: nn.Module) -> None:
     """Run every parameter's `init_method` on the full parameter, in module order.
 
     Random numbers come from torch's global generator, so the weights are bit-identical to those of
-    plain torch, with any number of processes.
+    torch, with any number of processes.
 
     Memory: one full parameter at a time.
     """
@@ -36,7 +36,7 @@ def init_parameters(model: nn.Module) -> None:
 
 
 def sum_plain_gradients_(model: nn.Module) -> None:
-    """Sum the gradients of plain parameters over the processes, so that the replicas stay equal."""
+    """Sum the gradients of undistributed parameters over the processes: all replicas stay equal."""
     if config["world_size"] == 1:
         return
     for param in model.parameters():

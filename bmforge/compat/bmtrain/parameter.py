@@ -92,7 +92,7 @@ class _IsDistributed(type):
 
 
 class DistributedParameter(metaclass=_IsDistributed):
-    """Parameter that is sharded over the processes; on one process, a plain parameter.
+    """Parameter that is sharded over the processes; on one process, an ordinary parameter.
 
     Args:
         data: full values, the same on every process; with `tp_mode` this process's part.
@@ -164,7 +164,7 @@ def all_rows(param: Tensor) -> Tensor:
 
 
 def has_values_(tensor: Any) -> None:
-    """Mark a parameter or buffer that was created on meta as initialized."""
+    """Mark a parameter or buffer that was created on the meta device as initialized."""
     if isinstance(origin := origin_of(tensor), Origin) and origin.is_empty:
         tensor.origin = replace(origin, is_empty=False)
     elif getattr(tensor, "is_empty", False):

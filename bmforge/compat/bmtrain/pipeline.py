@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bmforge.compat.bmtrain.block import Block, BlockError, TransformerBlockList
-from bmforge.compat.bmtrain.facade import claim_blocks_
 from bmforge.compat.bmtrain.inspect import collect_records, record_tensor
+from bmforge.compat.bmtrain.module import claim_blocks_
 from bmforge.compat.bmtrain.parameter import all_rows, make_parameter, mark_, origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
@@ -37,7 +37,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     one stage it is a `TransformerBlockList`.
 
     Args:
-        modules: layers of the list, each a plain module or a block with mode="PIPE".
+        modules: layers of the list, each an ordinary module or a block with mode="PIPE".
         num_hidden: number of leading arguments that a block computes for the next block.
     """
 

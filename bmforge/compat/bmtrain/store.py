@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.block import TransformerBlockList
-from bmforge.compat.bmtrain.facade import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_
 from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize

@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
-    """Make a plain model (such as a Hugging Face one) distributed, in place; return the model.
+    """Distribute an ordinary model, such as one of Hugging Face, in place; return the model.
 
     Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Tied parameters
     stay tied; a layer that shares a parameter with another module is gathered module by module. A
@@ -30,7 +30,8 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     transformers' models do.
 
     Raises:
-        ConfigError: neither a checkpoint nor the model provides the values of a buffer on meta.
+        ConfigError: neither a checkpoint nor the model provides the values of a buffer on the meta
+            device.
 
     Memory: one shard of a model on the meta device.
     """

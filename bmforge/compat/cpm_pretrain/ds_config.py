@@ -37,10 +37,26 @@ _WITHOUT_EFFECT = {
     "activation_checkpointing": "see recompute",
     "pipeline": "see layout.pp_schedule and layout.pp_cut",
 }
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_FP16 = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
-_FP16_KEYS = (*_FP16, "min_loss_scale")
-_KNOWN = (*_SIZES, "steps_per_print", "gradient_clipping", "fp16", "zero_optimization")
+_COUNT = (int, lambda n: n >= 1, "an integer of at least 1")
+_NUMBER = (int | float, lambda n: n >= 0, "at least 0")
+_OBJECT = (dict, lambda _: True, "an object")
+# Setting -> type, condition, and their text for the error message.
+_CHECKS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "train_batch_size": _COUNT,
+    "train_micro_batch_size_per_gpu": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "steps_per_print": _COUNT,
+    "gradient_clipping": _NUMBER,
+    "fp16": _OBJECT,
+    "fp16.enabled": (bool, lambda _: True, "true or false"),
+    "fp16.loss_scale": _NUMBER,
+    "fp16.initial_scale_power": (int, lambda n: 0 <= n <= 127, "0 to 127"),
+    "fp16.loss_scale_window": _COUNT,
+    "fp16.hysteresis": _COUNT,
+    "fp16.min_loss_scale": (int | float, lambda n: n > 0, "above 0"),
+    "zero_optimization": _OBJECT,
+    "zero_optimization.stage": (int, lambda n: 0 <= n <= 3, "0, 1, 2 or 3"),
+}
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
@@ -59,69 +75,29 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"--ds-config {str(file)!r} is not JSON: {error}.") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--ds-config {str(file)!r} must contain a JSON object of settings.")
-    reader = _Reader(settings, str(file))
-    for name in settings:
-        reader.check_name(name, (*_KNOWN, *_WITHOUT_EFFECT))
-    for name in (*_SIZES, "steps_per_print"):
-        reader.number(settings, name, int, lambda n: n >= 1, "an integer of at least 1")
-    reader.number(settings, "gradient_clipping", (int, float), lambda n: n >= 0, "at least 0")
-    _check_fp16(reader, reader.table("fp16"))
-    zero = reader.table("zero_optimization")
-    reader.number(zero, "stage", int, lambda n: 0 <= n <= 3, "0, 1, 2 or 3", "zero_optimization.")
+    _check(settings, str(file))
+    _check(settings.get("fp16") or {}, str(file), "fp16.")
+    zero = settings.get("zero_optimization") or {}
+    _check({name: zero[name] for name in zero if name == "stage"}, str(file), "zero_optimization.")
     return settings
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Checks the names and values in a file, and collects the problems."""
-
-    settings: Mapping[str, Any]
-    file: str
-
-    def check_name(self, name: str, supported: tuple[str, ...], prefix: str = "") -> None:
-        if name not in supported:
+def _check(values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+    """Check the names and values of a JSON object; `prefix` is its name with a dot."""
+    known = [name.removeprefix(prefix) for name in _CHECKS if name.startswith(prefix)]
+    known = [name for name in known + [*_WITHOUT_EFFECT] * (not prefix) if "." not in name]
+    for name, value in values.items():
+        if name not in known:
             raise ConfigError(
-                f"--ds-config {self.file!r}: unknown setting {prefix}{name} (known: "
-                f"{', '.join(supported)}).{suggest(name, supported)}"
+                f"--ds-config {file!r}: unknown setting {prefix}{name} (known: "
+                f"{', '.join(known)}).{suggest(name, known)}"
             )
-
-    def table(self, name: str) -> Mapping[str, Any]:
-        value = self.settings.get(name, {})
-        if not isinstance(value, dict):
-            raise ConfigError(f"--ds-config {self.file!r}: {name}={value!r} must be an object.")
-        return value
-
-    def number(
-        self,
-        table: Mapping[str, Any],
-        name: str,
-        kind: type | tuple[type, ...],
-        fits: Callable[[Any], bool],
-        needed: str,
-        prefix: str = "",
-    ) -> None:
-        value = table.get(name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
-            raise ConfigError(
-                f"--ds-config {self.file!r}: {prefix}{name}={value!r} must be {needed}."
-            )
-
-
-def _check_fp16(reader: _Reader, table: Mapping[str, Any]) -> None:
-    for name in table:
-        reader.check_name(name, _FP16_KEYS, "fp16.")
-    if not isinstance(table.get("enabled", False), bool):
-        raise ConfigError(
-            f"--ds-config {reader.file!r}: fp16.enabled={table['enabled']!r} must be true or false."
-        )
-    needed = "an integer of at least 1"
-    reader.number(table, "loss_scale", (int, float), lambda n: n >= 0, "at least 0", "fp16.")
-    reader.number(table, "initial_scale_power", int, lambda n: 0 <= n <= 127, "0 to 127", "fp16.")
-    for name in ("loss_scale_window", "hysteresis"):
-        reader.number(table, name, int, lambda n: n >= 1, needed, "fp16.")
-    reader.number(table, "min_loss_scale", (int, float), lambda n: n > 0, "above 0", "fp16.")
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        kind, fits, needed = _CHECKS[prefix + name]
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not is_kind or not fits(value):
+            raise ConfigError(f"--ds-config {file!r}: {prefix}{name}={value!r} must be {needed}.")
 
 
 def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
@@ -154,7 +130,7 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
     for name in _WITHOUT_EFFECT:
         if name in settings:
             log.info("--ds-config: %s has no effect (%s)", name, _WITHOUT_EFFECT[name])
-    fp16 = settings.get("fp16", {})
+    fp16 = settings.get("fp16") or {}
     train: dict[str, Any] = {"precision": "fp16" if fp16.get("enabled", False) else "fp32"}
     if "gradient_clipping" in settings:
         train["grad_clip"] = float(settings["gradient_clipping"]) or None
@@ -165,7 +141,7 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
         "loss_scale": _loss_scale(fp16) if fp16.get("enabled", False) else LossScaleConfig(),
         "data": _batch(config, settings, world_size),
     }
-    stage = settings.get("zero_optimization", {}).get("stage")
+    stage = (settings.get("zero_optimization") or {}).get("stage")
     if stage is not None:
         # Stage 1 shards only the optimizer state; stage 2 is the nearest one supported.
         zero = 2 if stage == 1 else stage

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bmforge.compat.cpm_pretrain.arguments import Migrated, split_words
 from bmforge.compat.cpm_pretrain.ds_config import read_ds_config
-from bmforge.compat.cpm_pretrain.migrated import Migrated
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 
 __all__ = ["PROGRAMS", "UNSUPPORTED", "place_finetune"]
 
@@ -22,10 +22,13 @@ _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PROGRAMS: dict[str, str] = _FILE["programs"]
 UNSUPPORTED: dict[str, str] = _FILE["unsupported"]
 _TYPES = {"int": int, "float": float, "str": str}
-_KNOWN = {name for table in ("fields", "switches", "dropped", "unplaced") for name in _FILE[table]}
 # Default values of the programs that differ from those of the recipes.
 _DEFAULTS = {"--weight-decay": "0.01", "--clip-grad": "1.0", "--warmup": "0.01", "--seed": "1234"}
-_HANDLED = {"--model-config", "--data_dir", "--lr-decay-style", "--deepspeed_config", "--split"}
+_NAMES = {name for part in ("fields", "switches", "dropped", "unplaced") for name in _FILE[part]}
+_NAMES |= {"--model-config", "--data_dir", "--lr-decay-style", "--deepspeed_config", "--split"}
+_NAMES |= {*_DEFAULTS}
+_SWITCHES = {*_FILE["switches"], "--do_train", "--do_eval", "--deepspeed", "--no-load-optim"}
+_SWITCHES |= {"--no-load-rng", "--finetune"}
 
 
 def place_finetune(program: str, words: Sequence[str]) -> Migrated:
@@ -39,7 +42,7 @@ def place_finetune(program: str, words: Sequence[str]) -> Migrated:
         ConfigError: a value has the wrong type.
     """
     out = Migrated(PROGRAMS[program])
-    arguments = {**_DEFAULTS, **_read_words(words, out)}
+    arguments = {**_DEFAULTS, **split_words(words, _NAMES, _SWITCHES, out)}
     if config := arguments.get("--model-config"):
         _place_model(out, Path(config))
     for name, value in arguments.items():
@@ -55,27 +58,6 @@ def place_finetune(program: str, words: Sequence[str]) -> Migrated:
     if folder := arguments.get("--data_dir"):
         _place_folder(out, program, Path(folder))
     return out
-
-
-def _read_words(words: Sequence[str], out: Migrated) -> dict[str, str]:
-    """Parse words into a dict from argument name to value; list unknown arguments."""
-    arguments: dict[str, str] = {}
-    names = {*_KNOWN, *_HANDLED, *_DEFAULTS}
-    takes_none = {*_FILE["switches"], "--do_train", "--do_eval", "--deepspeed", "--no-load-optim"}
-    takes_none |= {"--no-load-rng", "--finetune"}
-    at = 0
-    while at < len(words):
-        name, has_value, value = words[at].partition("=")
-        at += 1
-        if name not in names:
-            if name.startswith("-"):
-                out.unplaced.append((name, f"unknown.{suggest(name, names)}"))
-            continue
-        if name not in takes_none and not has_value:
-            value = words[at] if at < len(words) else ""
-            at += 1
-        arguments[name] = value
-    return arguments
 
 
 def _place(out: Migrated, name: str, value: str) -> None:
@@ -133,7 +115,7 @@ def _place_ds_config(out: Migrated, file: str) -> None:
         out.unplaced.append((f"--deepspeed_config {file}", why))
         return
     out.put("data.grad_accum_steps", int(settings.get("gradient_accumulation_steps", 1)))
-    stage = settings.get("zero_optimization", {}).get("stage", 0)
+    stage = (settings.get("zero_optimization") or {}).get("stage", 0)
     # Stage 1 is not supported; stage 2 is the nearest.
     out.put("layout.zero", 2 if stage == 1 else stage)
 

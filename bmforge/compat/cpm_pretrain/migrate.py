@@ -13,69 +13,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
+from bmforge.compat.cpm_pretrain.arguments import (
+    ARGUMENTS,
+    DEFAULTS,
+    SWITCHES,
+    Migrated,
+    split_words,
+)
 from bmforge.compat.cpm_pretrain.finetune import PROGRAMS, UNSUPPORTED, place_finetune
-from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.cpm_pretrain.shell import Script, read_script
 from bmforge.config import config_from_dict
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.recipes.registry import RECIPES
 
 __all__ = ["migrate_text", "place_arguments"]
 
 _PROGRAMS = {"pretrain_gpt2.py": "gpt2-pretrain", "pretrain_t5.py": "t5-pretrain"}
 _TABLE = {name: entry for group in ARGUMENTS.values() for name, entry in group.items()}
-# Arguments that map to one config field, converted without other arguments.
-_PLAIN: Mapping[str, tuple[str, type]] = {
-    "--model-parallel-size": ("layout.tp", int),
-    "--num-layers": ("model.num_layers", int),
-    "--hidden-size": ("model.hidden_size", int),
-    "--ff-hidden-size": ("model.intermediate_size", int),
-    "--num-attention-heads": ("model.num_heads", int),
-    "--max-position-embeddings": ("model.max_seq_len", int),
-    "--layernorm-epsilon": ("model.norm_eps", float),
-    "--hidden-dropout": ("model.dropout", float),
-    "--init-method-std": ("model.init_std", float),
-    "--batch-size": ("data.micro_batch_size", int),
-    "--gas": ("data.grad_accum_steps", int),
-    "--train-iters": ("train.steps", int),
-    "--lr": ("train.optim.lr", float),
-    "--weight-decay": ("train.optim.weight_decay", float),
-    "--adam-eps": ("train.optim.eps", float),
-    "--min-scale": ("loss_scale.min_scale", float),
-    "--hysteresis": ("loss_scale.hysteresis", int),
-    "--loss-scale": ("loss_scale.fixed", float),
-    "--seq-length": ("data.seq_len", int),
-    "--enc-seq-length": ("data.seq_len", int),
-    "--dec-seq-length": ("target_len", int),
-    "--mask-prob": ("noise_density", float),
-    "--save": ("run_dir", str),
-    "--save-interval": ("train.save_every_steps", int),
-    "--log-interval": ("train.log_every_steps", int),
-    "--eval-interval": ("train.eval_every_steps", int),
-    "--eval-iters": ("data.validation_batches", int),
-}
-_FLAGS: Mapping[str, tuple[str, Any]] = {
-    "--checkpoint-activations": ("recompute", True),
-    "--deepspeed-activation-checkpointing": ("recompute", True),
-    "--checkpoint-in-cpu": ("offload.activations", True),
-    "--cpu-optimizer": ("offload.fraction", 1.0),
-    "--cpu_torch_adam": ("offload.fraction", 1.0),
-    "--reset-position-ids": ("data.reset_at_documents", True),
-    "--reset-attention-mask": ("data.reset_at_documents", True),
-    "--eod-mask-loss": ("data.reset_at_documents", True),
-    "--bias-gelu-fusion": ("compile", True),
-    "--bias-dropout-fusion": ("compile", True),
-}
-# Arguments that methods of `_Places` convert together with others.
-_TOGETHER = """
-    --pipe-parallel-size --kv-hidden-size --attention-dropout --hidden-bias --openai-gelu
-    --num-unique-layers --apply-residual-connection-post-layernorm --zero-stage
-    --partition-activations --distribute-checkpointed-activations --lr-decay-iters
-    --lr-decay-style --min-lr --warmup --clip-grad --adam-beta1 --adam-beta2 --seed --fp16
-    --loss-scale-window --data-path --split --num-workers --vocab-file --load --finetune
-    --no-load-optim --no-load-rng --no-save-optim --profile-backward --make-vocab-size-divisible-by
-"""
 _LAUNCHERS = ("--num_gpus", "--nproc_per_node", "--nproc-per-node")
 
 
@@ -113,9 +67,9 @@ def migrate_text(text: str) -> Migrated:
         return out
     out = Migrated(task)
     out.unplaced += [(f"line {n}", f"{part!r} was not understood") for n, part in script.unread]
-    places = _Places(task, out, _split(words[at + 1 :], out))
+    places = _Places(task, out, split_words(words[at + 1 :], _TABLE, SWITCHES, out))
     places.fill()
-    count = places.number("--model-parallel-size", int) * places.stages
+    count = places.number("--model-parallel-size") * places.stages
     out.command = _command(words[:at], script, task, str(count))
     ds_config = places.given.get("--deepspeed_config")
     if ds_config and places.stages > 1:  # CPM-Pretrain read the file for pipelines only
@@ -134,27 +88,6 @@ def place_arguments(task: str, arguments: Mapping[str, Any]) -> Migrated:
     out = Migrated(task)
     _Places(task, out, dict(arguments)).fill()
     return out
-
-
-def _split(words: Sequence[str], out: Migrated) -> dict[str, Any]:
-    """Parse words into a dict from argument name to value; the last of repeated values is used."""
-    at = 0
-    arguments: dict[str, Any] = {}
-    while at < len(words):
-        name, has_value, value = words[at].partition("=")
-        at += 1
-        if name not in _TABLE:
-            if name.startswith("-"):
-                out.unplaced.append((name, f"unknown.{suggest(name, _TABLE)}"))
-            continue
-        if name in SWITCHES:
-            arguments[name] = True
-            continue
-        if not has_value:
-            value = words[at] if at < len(words) else ""
-            at += 1
-        arguments[name] = value
-    return arguments
 
 
 def _command(launcher: Sequence[str], script: Script, task: str, least: str) -> str:
@@ -185,42 +118,36 @@ class _Places:
 
     def __init__(self, task: str, out: Migrated, arguments: dict[str, Any]) -> None:
         self.is_t5, self.out, self.given = task == "t5-pretrain", out, arguments
-        self.stages = max(1, self.number("--pipe-parallel-size", int))
+        self.stages = max(1, self.number("--pipe-parallel-size"))
 
-    def number(self, name: str, kind: type) -> Any:
+    def number(self, name: str) -> Any:
         """Return an argument's value, or CPM-Pretrain's default; None if there is neither.
 
         Raises:
             ConfigError: the value has the wrong type.
         """
         value = self.given.get(name, DEFAULTS.get(name))
-        if value is None:
-            return None
-        try:
-            return kind(float(value)) if kind is int and "e" in str(value) else kind(value)
-        except ValueError as error:
-            raise ConfigError(f"{name} {value} must be of type {kind.__name__}.") from error
+        return None if value is None else _TABLE[name].read(name, value)
 
     def fill(self) -> None:
         """Convert all arguments, and list those without an equivalent."""
-        for name, (path, kind) in _PLAIN.items():
-            value = self.number(name, kind)
+        for name, entry in _TABLE.items():
+            value = self.number(name) if entry.converts == "alone" else None
+            if name in self.given and entry.value is not None:
+                value = entry.value
             if value is not None and self._is_ours(name):
-                self.out.put(path, value)
-        for name, (path, value) in _FLAGS.items():
-            if name in self.given and self._is_ours(name):
-                self.out.put(path, value)
+                self.out.put(entry.fields[0], value)
         self.out.put("layout.pp", self.stages)
         self._place_model()
         self._place_schedule()
         self._place_precision()
         self._place_data()
         self._place_saving()
-        placed = {*_PLAIN, *_FLAGS, *_TOGETHER.split()}
         for name in self.given:
-            if name in placed or (name == "--deepspeed_config" and self.stages > 1):
-                continue
             entry = _TABLE[name]
+            is_placed = entry.converts or entry.value is not None
+            if is_placed or (name == "--deepspeed_config" and self.stages > 1):
+                continue
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
     def _is_ours(self, name: str) -> bool:
@@ -241,42 +168,40 @@ class _Places:
         self.out.unplaced.append((name if value is True else f"{name} {value}", why))
 
     def _place_model(self) -> None:
-        width = self.number("--kv-hidden-size", int)
-        heads, hidden = (self.number(n, int) for n in ("--num-attention-heads", "--hidden-size"))
+        width = self.number("--kv-hidden-size")
+        heads, hidden = (self.number(n) for n in ("--num-attention-heads", "--hidden-size"))
         if width is not None and (self.is_t5 or width * (heads or 0) != hidden):
             self.out.put("model.head_dim", width)
         if self.is_t5:
-            if self.number("--attention-dropout", float) != self.number("--hidden-dropout", float):
+            if self.number("--attention-dropout") != self.number("--hidden-dropout"):
                 self.say("--attention-dropout", "T5 has a single dropout, model.dropout")
             if "--hidden-bias" in self.given:
                 self.say("--hidden-bias", "a T5 has no biases")
         else:
-            self.out.put("model.attn_dropout", self.number("--attention-dropout", float))
+            self.out.put("model.attn_dropout", self.number("--attention-dropout"))
             self.out.put("model.bias", "--hidden-bias" in self.given)
             if "--openai-gelu" in self.given:
                 self.out.put("model.activation", "gelu_new")
         for name in ("--num-unique-layers", "--apply-residual-connection-post-layernorm"):
             if name in self.given:
                 self.say(name, _TABLE[name].note)
-        if self.number("--zero-stage", int) is not None:
-            self.out.put(
-                "layout.zero", {1: 2}.get(stage := self.number("--zero-stage", int), stage)
-            )
+        if self.number("--zero-stage") is not None:
+            self.out.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage"), stage))
         is_divided = any(
             n in self.given
             for n in ("--partition-activations", "--distribute-checkpointed-activations")
         )
-        if is_divided and self.number("--model-parallel-size", int) > 1:
+        if is_divided and self.number("--model-parallel-size") > 1:
             self.out.put("layout.sequence_parallel", True)
 
     def _place_schedule(self) -> None:
-        steps = self.number("--train-iters", int)
-        total = self.number("--lr-decay-iters", int) or steps
-        kind, lr = self.number("--lr-decay-style", str), self.number("--lr", float)
-        ratio = self.number("--min-lr", float) / lr if lr else 0.0
+        steps = self.number("--train-iters")
+        total = self.number("--lr-decay-iters") or steps
+        kind, lr = self.number("--lr-decay-style"), self.number("--lr")
+        ratio = self.number("--min-lr") / lr if lr else 0.0
         self.out.put("train.schedule.kind", kind)
         if total:
-            self.out.put("train.schedule.warmup_steps", int(self.number("--warmup", float) * total))
+            self.out.put("train.schedule.warmup_steps", int(self.number("--warmup") * total))
         if kind == "constant":
             return
         if kind == "exponential" and not ratio:
@@ -286,13 +211,13 @@ class _Places:
             self.out.put("train.schedule.total_steps", total)
 
     def _place_precision(self) -> None:
-        clip = self.number("--clip-grad", float)
+        clip = self.number("--clip-grad")
         if clip == 0:
             self.say("--clip-grad", "leave train.grad_clip out of the command and set it to None")
         elif clip is not None:
             self.out.put("train.grad_clip", clip)
-        self.out.put("train.optim.betas", [self.number(f"--adam-beta{n}", float) for n in (1, 2)])
-        seed = self.number("--seed", int)
+        self.out.put("train.optim.betas", [self.number(f"--adam-beta{n}") for n in (1, 2)])
+        seed = self.number("--seed")
         for path in ("seed", "data.seed", "train.seed"):
             self.out.put(path, seed)
         if "--fp16" not in self.given:
@@ -300,10 +225,10 @@ class _Places:
             return
         self.out.put("train.precision", "fp16")
         if self.out.values.get("loss_scale", {}).get("fixed"):
-            self.out.values["loss_scale"] = {"fixed": self.number("--loss-scale", float)}
+            self.out.values["loss_scale"] = {"fixed": self.number("--loss-scale")}
         else:
             self.out.values.get("loss_scale", {}).pop("fixed", None)
-            window = int(self.number("--loss-scale-window", float))
+            window = int(self.number("--loss-scale-window"))
             self.out.put("loss_scale.growth_interval_steps", window)
             # Initial value of the original, which is halved at the first overflow.
             self.out.put("loss_scale.init_scale", 2.0**32)
@@ -311,7 +236,7 @@ class _Places:
     def _place_data(self) -> None:
         if path := self.given.get("--data-path"):
             self.out.put("data.paths", [path])
-        self.out.put("data.split", [float(n) for n in self.number("--split", str).split(",")])
+        self.out.put("data.split", [float(n) for n in self.number("--split").split(",")])
         if "--num-workers" in self.given:
             self.out.dropped.append(("--num-workers", "one thread reads ahead"))
         vocabulary = self.given.get("--vocab-file")
@@ -322,8 +247,8 @@ class _Places:
         if count is None:
             self.say("--vocab-file", "its vocabulary size is unknown: set model.vocab_size")
             return
-        step = self.number("--make-vocab-size-divisible-by", int)
-        step *= self.number("--model-parallel-size", int)
+        step = self.number("--make-vocab-size-divisible-by")
+        step *= self.number("--model-parallel-size")
         self.out.put("model.vocab_size", -(-count // step) * step)
 
     def _place_saving(self) -> None:

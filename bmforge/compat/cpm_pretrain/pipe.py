@@ -79,14 +79,20 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that calls a plain function, or a function of a shared layer and the input."""
+    """Layer that applies a function to its input.
+
+    The layer of a tied key also passes the shared module.
+    """
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
         self.function, self.shared = function, shared
 
     def forward(self, inputs: Any) -> Any:
-        """Call the function, with the shared layer if there is one."""
+        """Apply the function to the inputs.
+
+        If there is a shared module, it is the first argument.
+        """
         return self.function(inputs) if self.shared is None else self.function(self.shared, inputs)
 
 

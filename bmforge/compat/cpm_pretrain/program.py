@@ -1,4 +1,4 @@
-"""Megatron's global objects: arguments, timers, tokenizer, and printing on rank 0.
+"""Megatron's global objects (arguments, timers, tokenizer), and its helpers for masks and losses.
 
 `program` is the only state; `initialize_megatron` fills it.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, DEFAULTS, SWITCHES
+from bmforge.compat.cpm_pretrain.arguments import ARGUMENTS, PARSER_DEFAULTS, SWITCHES, Migrated
 from bmforge.compat.cpm_pretrain.migrate import place_arguments
-from bmforge.compat.cpm_pretrain.migrated import Migrated
 from bmforge.compat.cpm_pretrain.mpu.initialize import groups, join_layout
 from bmforge.compat.cpm_pretrain.mpu.random import model_parallel_cuda_manual_seed
 from bmforge.compat.cpm_pretrain.pipe import PipeModelDataParallelTopology
@@ -35,36 +35,10 @@ __all__ = [
     "initialize_megatron",
     "print_rank_0",
     "program",
+    "get_ltor_masks_and_position_ids",
+    "reduce_losses",
 ]
 
-_INTEGERS = """
-    --num-layers --num-unique-layers --hidden-size --kv-hidden-size --ff-hidden-size
-    --num-attention-heads --max-position-embeddings --make-vocab-size-divisible-by --batch-size
-    --gas --checkpoint-num-layers --train-iters --log-interval --exit-interval --seed
-    --lr-decay-iters --save-interval --hysteresis --model-parallel-size --pipe-parallel-size
-    --local_rank --eval-iters --eval-interval --seq-length --enc-seq-length --dec-seq-length
-    --num-workers --zero-stage --zero-reduce-bucket-size --zero-allgather-bucket-size
-"""
-_NUMBERS = """
-    --layernorm-epsilon --attention-dropout --hidden-dropout --weight-decay --clip-grad
-    --adam-beta1 --adam-beta2 --adam-eps --init-method-std --lr --min-lr --warmup --loss-scale
-    --loss-scale-window --min-scale --mask-prob --short-seq-prob
-"""
-# Defaults of the original parser, except those that are None or equal to bmforge's.
-_PARSED: Mapping[str, Any] = {
-    **DEFAULTS,
-    "--clip-grad": 1.0,
-    "--adam-eps": 1e-8,
-    "--layernorm-epsilon": 1e-5,
-    "--init-method-std": 0.02,
-    "--checkpoint-num-layers": 1,
-    "--num-workers": 2,
-    "--mask-prob": 0.15,
-    "--short-seq-prob": 0.1,
-    "--min-scale": 1.0,
-    "--data-impl": "infer",
-    "--DDP-impl": "local",
-}
 # Argument groups that configure training; the others are read by the program's own functions.
 _TRAINS = ("Parallelism", "Training", "Precision", "Memory", "Saving and evaluating")
 # Ignored here, as these arguments only apply to layers that the engine shards itself.
@@ -235,13 +209,13 @@ def _parse(
     ignore_unknown: bool,
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    kinds = dict.fromkeys(_INTEGERS.split(), int) | dict.fromkeys(_NUMBERS.split(), float)
-    for group in ARGUMENTS.values():
-        for name in (name for name in group if name.startswith("--")):
-            if name in SWITCHES:
-                parser.add_argument(name, action="store_true")
-            else:
-                parser.add_argument(name, type=kinds.get(name, str), default=_PARSED.get(name))
+    kinds = {"int": int, "float": float, "str": str}
+    for name, entry in (entry for group in ARGUMENTS.values() for entry in group.items()):
+        if name in SWITCHES:
+            parser.add_argument(name, action="store_true")
+        elif name.startswith("--"):
+            default = PARSER_DEFAULTS.get(name)
+            parser.add_argument(name, type=kinds[entry.type], default=default)
     if extra is not None:
         parser = extra(parser) or parser
     args = parser.parse_known_args()[0] if ignore_unknown else parser.parse_args()
@@ -278,3 +252,45 @@ def _place(args: argparse.Namespace) -> Migrated:
     if lost:
         raise ConfigError(f"unsupported arguments: {'; '.join(lost)}. Leave them out.")
     return placed
+
+
+def reduce_losses(losses: Sequence[Tensor]) -> Tensor:
+    """Return the mean of each loss over all processes."""
+    total = torch.stack([loss.detach().float().reshape(()) for loss in losses])
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the attention mask, the loss mask and the position ids of a batch.
+
+    Args:
+        data: token ids.
+        eod_token: id of the end-of-document token.
+        reset_position_ids: True to restart positions after this token.
+        reset_attention_mask: True to prevent attention across this token.
+        eod_mask_loss: True to exclude this token from the loss.
+
+    Shape:
+        data: (B, T) -> (B or 1, 1, T, T) booleans (True is masked), (B, T), (B, T)
+    """
+    rows, length = data.shape
+    places = torch.arange(length, device=data.device)
+    hidden = (places[None, :] > places[:, None])[None]
+    ends = data == eod_token
+    # Document index of each token; an end token belongs to the document that it ends.
+    document = ends.cumsum(1) - ends.long()
+    if reset_attention_mask:
+        hidden = hidden | (document[:, :, None] != document[:, None, :])
+    counts = (~ends if eod_mask_loss else torch.ones_like(ends)).float()
+    position_ids = places.expand(rows, length)
+    if reset_position_ids:
+        begins = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1)
+        position_ids = position_ids - (places * begins).cummax(1).values
+    return hidden[:, None], counts, position_ids

@@ -1,4 +1,7 @@
-"""`pretrain`, which trains a program's model with the program's data and forward step."""
+"""`pretrain`, which trains a program's model with the program's data and forward step.
+
+`lay_out_` parallelizes the model, including models with `mpu` layers.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,94 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import default_collate
 
 from bmforge.batch import Batch
-from bmforge.compat.cpm_pretrain.lay_out import lay_out_
 from bmforge.compat.cpm_pretrain.mpu.initialize import groups
 from bmforge.compat.cpm_pretrain.pipe import PipelineModule, StageOutput
 from bmforge.compat.cpm_pretrain.program import initialize_megatron, print_rank_0, program
 from bmforge.config import config_from_dict
+from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError, DataError
-from bmforge.parallel import Layout, OffloadConfig, data_parallel_rank, data_parallel_size
+from bmforge.parallel import (
+    Layout,
+    OffloadConfig,
+    data_parallel_rank,
+    data_parallel_size,
+    parallelize,
+)
+from bmforge.parallel.tensor.parts import view_here
+from bmforge.parallel.zero import apply_zero_
+from bmforge.records import record_of
+from bmforge.surgery import view_parameters_
 from bmforge.train import TrainConfig, Trainer
 from bmforge.train.evaluate import EvalResult, evaluate
 from bmforge.train.loss_scale import LossScaleConfig, build_scaler
 from bmforge.train.objective import Objective
 
 __all__ = ["Rows", "pretrain"]
+
+
+def lay_out_(
+    model: nn.Module, layout: Layout, mesh: DeviceMesh, precision: str, recompute: bool
+) -> nn.Module:
+    """Parallelize the model of a program over a mesh, in place.
+
+    Layers of `mpu` are tensor parallel already: their local parts become shards of full parameters,
+    which are gathered over the replicas when the model is called.
+
+    Args:
+        model: model, built in the same way on every process.
+        layout: layout of the mesh.
+        mesh: mesh of all axes, which `mpu` uses too.
+        precision: see `parallelize`.
+        recompute: True to recompute blocks in backward.
+
+    Raises:
+        ConfigError: the layout is invalid (see `parallelize`), or `mpu` layers are in a pipeline.
+    """
+    parts = [p for p in model.parameters() if getattr(p, "model_parallel", False)]
+    if layout.tp == 1 or not parts:
+        return parallelize(model, layout, mesh=mesh, precision=precision, recompute=recompute)
+    if layout.pp > 1 or recompute:
+        raise ConfigError(
+            f"{type(model).__name__} has mpu layers, which with --model-parallel-size "
+            f"{layout.tp} support neither a pipeline nor --checkpoint-activations. Use "
+            "mpu.checkpoint for recomputation, or replace the mpu layers by ordinary layers, "
+            "which bmforge shards (examples/own_model_pipeline.py)."
+        )
+    _hold_parts_(model, mesh["tp"])
+    dtype = None if precision == "fp32" else parse_dtype(precision)
+    if mesh.size() > layout.tp or dtype is not None:
+        apply_zero_(model, (), mesh, zero=layout.zero, dtype=dtype)
+    record = record_of(model)
+    record.mesh, record.layout, record.units, record.precision = mesh, layout, (), precision
+    return model
+
+
+def _hold_parts_(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace local parameters with sharded parameters of the full shape, in place.
+
+    Optimizers, clipping, ZeRO and checkpoints then see the sharding, while forward sees local
+    tensors, also where a program reads a parameter outside its layer.
+    """
+    new: dict[int, nn.Parameter] = {}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in names.items():
+        if id(param) not in new:
+            new[id(param)] = _as_whole(param, mesh)
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = new[id(param)]
+    view_parameters_(model, dict.fromkeys(names, view_here), "views")
+
+
+def _as_whole(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    is_part = getattr(param, "model_parallel", False)
+    placement = Shard(param.partition_dim) if is_part else Replicate()  # type: ignore[attr-defined]
+    distributed = DTensor.from_local(param.detach(), mesh, [placement], run_check=False)
+    return nn.Parameter(distributed, requires_grad=param.requires_grad)
+
 
 Parser = argparse.ArgumentParser
 Provider = Callable[[list[int]], tuple[Any, Any, Any]]

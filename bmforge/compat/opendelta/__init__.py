@@ -2,6 +2,6 @@
 
     import bmforge.compat.opendelta as opendelta
 
-Start at `basemodel` (the base class), then `delta_configs` (config fields) and `auto_delta`.
+Start at `basemodel` (the base class), then `delta_configs` (config fields) and `delta_models`.
 docs/migrating/opendelta.md lists every difference and its reason.
 """

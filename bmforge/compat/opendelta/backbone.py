@@ -31,7 +31,6 @@ __all__ = [
     "read_card",
     "rename_loaded_",
     "rename_saved_",
-    "saved_names",
     "take_parts_",
     "zoo_in",
 ]

@@ -26,7 +26,7 @@ from bmforge.compat.opendelta.backbone import (
     take_parts_,
 )
 from bmforge.compat.opendelta.delta_configs import BaseDeltaConfig
-from bmforge.compat.opendelta.visualization import Visualization
+from bmforge.compat.opendelta.inspect import Visualization, ask_targets
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
@@ -54,7 +54,8 @@ class DeltaBase(nn.Module):
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
             parameters of all delta models.
         common_structure: accepted and ignored; common module names are always supported.
-        interactive_modify: not supported; `bmforge tree --html` writes a page with the module tree.
+        interactive_modify: True, or a port number in OpenDelta, to print the module tree and ask
+            for the targets on the terminal.
         backend: "hf" or "bmt"; accepted and ignored; the backbone determines it.
         options: options of the delta type; see its config.
 
@@ -78,10 +79,7 @@ class DeltaBase(nn.Module):
         **options: Any,
     ) -> None:
         if interactive_modify:
-            raise ConfigError(
-                "interactive_modify was removed. `bmforge tree MODEL --html page.html` writes "
-                "a page on which you select targets by click."
-            )
+            modified_modules = ask_targets(backbone_model)
         config = self.config_class(
             exclude_modules=exclude_modules,
             unfrozen_modules=unfrozen_modules,

@@ -171,15 +171,5 @@ BitFitConfig = _define("BitFitConfig", "bitfit")
 PrefixConfig = _define("PrefixConfig", "prefix")
 SoftPromptConfig = _define("SoftPromptConfig", "soft_prompt")
 CONFIGS: Mapping[str, type[BaseDeltaConfig]] = {
-    kind.delta_type: kind
-    for kind in (
-        LoraConfig,
-        AdapterConfig,
-        LowRankAdapterConfig,
-        CompacterConfig,
-        ParallelAdapterConfig,
-        BitFitConfig,
-        PrefixConfig,
-        SoftPromptConfig,
-    )
+    kind.delta_type: kind for kind in BaseDeltaConfig.__subclasses__()
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.cpm_pretrain.migrated import Migrated
+from bmforge.compat.cpm_pretrain.arguments import Migrated
 from bmforge.config import config_from_dict
 from bmforge.data.tasks import TASKS, read_task
 from bmforge.errors import BmforgeError, ConfigError, MissingDependencyError, suggest
@@ -94,6 +94,7 @@ class _Reader:
 
     def __init__(self, settings: dict[str, Any], out: Migrated, files_dir: Path) -> None:
         self.given, self.out, self.files_dir = settings, out, files_dir
+        self.put = out.put
         chosen = (settings.get(name) for name in ("template", "verbalizer", "calibrate"))
         self.chosen = {str(name) for name in chosen}
 
@@ -101,14 +102,6 @@ class _Reader:
         """Remove a key; return its value, or `usual` if it is missing or None."""
         value = self.given.pop(key, None)
         return usual if value is None else value
-
-    def put(self, field_path: str, value: Any) -> None:
-        """Set a field of the converted config."""
-        *groups, name = field_path.split(".")
-        table = self.out.values
-        for group in groups:
-            table = table.setdefault(group, {})
-        table[name] = value
 
     def miss(self, key: str, why: str) -> None:
         """Record a key that has no equivalent in bmforge, and why."""
@@ -214,7 +207,7 @@ class _Reader:
         self.put("train.schedule.warmup_steps", warmup)
 
     def place_words(self) -> None:
-        """Convert the verbalizer."""
+        """Convert the section of the verbalizer and its label words."""
         name = self.take("verbalizer")
         if name is None:
             return

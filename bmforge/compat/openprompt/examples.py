@@ -1,4 +1,4 @@
-"""OpenPrompt's examples and batches, as plain objects with its field names."""
+"""OpenPrompt's examples and batches, as Python objects with its field names."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ class InputFeatures(dict[str, Any]):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the batch as a plain dict."""
+        """Return the batch as a dict."""
         return dict(self)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bmforge.compat.openprompt.examples import InputFeatures
+from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation import generate
+from bmforge.surgery import evaluating
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
 from bmforge.tune.prompt.call import PositionOutputs, ask_model
 
-__all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel"]
+__all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel", "calibrate"]
 
 # Batch entries that are not inputs of the model.
 _TOLD = ("label", "guid", "tgt_text", "examples", "targets", "max_seq_len")
@@ -194,6 +197,27 @@ class PromptForGeneration(_Prompted):
             print("\n".join(texts))
         core = self.template.bind("", self.plm)
         return core.tokenizer.encode_plain(texts), texts
+
+
+@torch.no_grad()
+def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
+    """Return the mean logits at the masks over a loader's examples.
+
+    Args:
+        prompt_model: a `PromptForClassification`.
+        dataloader: loader of examples; their labels are not used.
+
+    Raises:
+        ConfigError: the loader is empty.
+    """
+    device = prompt_model.device
+    with evaluating(prompt_model):
+        logits = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
+    if not logits:
+        raise ConfigError(
+            "calibration needs at least one text, but the support set is empty. Add examples."
+        )
+    return torch.cat(logits).mean(0)
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.compat.openprompt.wrappers import as_ours
 from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
@@ -169,13 +169,14 @@ class MixedTemplate(ManualTemplate):
 
     def __init__(self, model: Any, tokenizer: Any, text: str | None = None, **options: Any) -> None:
         super().__init__(tokenizer)
-        self._model = model
+        # Not registered as a submodule, so that `parameters` has only those of the template.
+        self.__dict__["_model"] = model
         self._options = self.soft_options(options)
         if text is not None:
             self.text = text
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Convert the original's options to bmforge's."""
+        """Convert OpenPrompt's template options to bmforge's."""
         return {}
 
 
@@ -187,7 +188,7 @@ class SoftTemplate(MixedTemplate):
     """
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the option for the number of soft tokens."""
+        """Convert OpenPrompt's option for the number of soft tokens, `num_tokens`."""
         return {"front": options.get("num_tokens", 20)}
 
 
@@ -195,7 +196,7 @@ class PtuningTemplate(MixedTemplate):
     """Template with soft tokens computed by an LSTM or an MLP (`prompt_encoder_type`)."""
 
     def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the option for the prompt encoder."""
+        """Convert OpenPrompt's option for the encoder of the soft tokens, `prompt_encoder_type`."""
         return {"encoder": options.get("prompt_encoder_type", "lstm")}
 
 
@@ -210,7 +211,8 @@ class PrefixTuningTemplate(MixedTemplate):
         model, tokenizer, text: as in `MixedTemplate`.
         num_token: length of the prefix.
         mid_dim: hidden size of the MLP that computes the prefix; 0 to train the prefix directly.
-        options: arguments of the original, which are ignored: every attention layer has a prefix.
+        options: further arguments of OpenPrompt's class, which are ignored: every attention layer
+            has a prefix.
     """
 
     def __init__(

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from bmforge.compat.openprompt.helping.metrics import classification_metrics, generation_metric
+from bmforge.compat.openprompt.metrics import classification_metrics, generation_metric
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.logging import get_logger
+from bmforge.train.checkpoint.rng import seed_all
 
-__all__ = ["BaseRunner", "ClassificationRunner", "GenerationRunner"]
+__all__ = ["BaseRunner", "ClassificationRunner", "GenerationRunner", "set_seed"]
 
 
 class BaseRunner:
@@ -255,6 +256,12 @@ class GenerationRunner(BaseRunner):
         """Compute the metrics in `config.generation.metric`."""
         names = self.config.generation.metric
         return {name: generation_metric(predictions, answers, name) for name in names}
+
+
+def set_seed(seed: int | None) -> None:
+    """Seed the generators of Python, NumPy and torch; if None, do nothing."""
+    if seed is not None:
+        seed_all(seed)
 
 
 def _warmup_of(options: Any) -> int | None:

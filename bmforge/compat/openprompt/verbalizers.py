@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.openprompt.tokenizer import as_ours
+from bmforge.compat.openprompt.wrappers import as_ours
 from bmforge.errors import ConfigError
 from bmforge.tune import prompt as ours
 from bmforge.tune.prompt.files import read_verbalizer
@@ -166,22 +166,26 @@ class One2oneVerbalizer(ManualVerbalizer):
         return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
 
 
-class PTRVerbalizer(ManualVerbalizer):
+class _GivenWords(ManualVerbalizer):
+    """Base class of verbalizers whose `label_words` are the given words, as lists."""
+
+    @property
+    def label_words(self) -> list[list[str]]:
+        """Label words per class."""
+        return self._rows
+
+    @label_words.setter
+    def label_words(self, words: Any) -> None:
+        ManualVerbalizer.label_words.fset(self, words)  # type: ignore[attr-defined]
+        self._rows = [[row] if isinstance(row, str) else list(row) for row in words]
+
+
+class PTRVerbalizer(_GivenWords):
     """Verbalizer with one word per class at each of several masks."""
 
     def make(self, rows: list[list[str]]) -> nn.Module:
         """Build the bmforge verbalizer for label words."""
         return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
-
-    @property
-    def label_words(self) -> list[list[str]]:
-        """Label words per class, one for each mask."""
-        return self._rows
-
-    @label_words.setter
-    def label_words(self, words: Any) -> None:
-        self._rows = [list(row) for row in words]
-        ManualVerbalizer.label_words.fset(self, words)  # type: ignore[attr-defined]
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
@@ -252,7 +256,7 @@ class SoftVerbalizer(ManualVerbalizer):
         return [self._need().rows]
 
 
-class ProtoVerbalizer(ManualVerbalizer):
+class ProtoVerbalizer(_GivenWords):
     """Verbalizer with label words and trained class prototypes.
 
     The second argument is the model, named `model` or `plm`.
@@ -279,16 +283,6 @@ class ProtoVerbalizer(ManualVerbalizer):
             labels.append(batch["label"])
         options = {"epochs": self.options.get("epochs", 5), "lr": self.options.get("lr", 1e-3)}
         self._need().fit_(torch.cat(states), torch.cat(labels), **options)
-
-    @property
-    def label_words(self) -> list[list[str]]:
-        """Label words per class."""
-        return self._rows
-
-    @label_words.setter
-    def label_words(self, words: Any) -> None:
-        ManualVerbalizer.label_words.fset(self, words)  # type: ignore[attr-defined]
-        self._rows = [[row] if isinstance(row, str) else list(row) for row in words]
 
 
 class GenerationVerbalizer(ManualVerbalizer):

@@ -144,8 +144,8 @@ class Distiller:
         In evaluation mode the objective returns only the task's loss.
 
         Args:
-            inner: task's objective: (model, batch, number of items) -> loss; it also calls the
-                teacher.
+            inner: task's objective: (model, batch, number of items) -> loss; its call of the
+                student also runs the teacher.
         """
         return partial(self._distil, inner)
 

@@ -1,8 +1,8 @@
 """Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
-The result is a model of the same family. Its config stores the new sizes in published fields if
-they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`). The
-model can therefore be saved, loaded, parallelized, streamed and served like any other model.
+The result is a model of the same family. Its config stores the new sizes in the family's own fields
+if they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`).
+The model can therefore be saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
 or MLP, layers); BMCook wrote pruned weights to a file that no model class could load.
@@ -92,7 +92,9 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Validate a pruning plan; return the final plan, the smaller model on meta, and a reason.
+    """Validate a pruning plan.
+
+    Return the final plan, the smaller model on the meta device, and a reason.
 
     The reason states why only bmforge can load the result; it is "" if other libraries can.
 
@@ -111,7 +113,7 @@ def check_plan(
     reason = "; ".join(own_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
-            "uniform=True is not possible, because the published config has no fields for "
+            "uniform=True is not possible, because transformers' config has no fields for "
             f"{reason}. Use the same sizes for all layers, or leave uniform out."
         )
     return plan, settled, reason
@@ -267,8 +269,8 @@ def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, P
 def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     """Return a dict from tensor name to the dims that depend on the hidden size.
 
-    The dims are found by comparing the shapes with those of a copy on meta that has another hidden
-    size.
+    The dims are found by comparing the shapes with those of a copy on the meta device that has
+    another hidden size.
 
     Args:
         model: bmforge model of any family.

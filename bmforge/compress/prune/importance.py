@@ -150,7 +150,7 @@ def _last_layers(block: Block) -> dict[str, nn.Module]:
 
 
 class _Probes:
-    """Probes that record statistics of batches at the places where gates are attached.
+    """Probes that record statistics of batches at the modules to which gates would be attached.
 
     Args:
         blocks: dict from name to block of the model.

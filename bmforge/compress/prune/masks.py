@@ -115,14 +115,17 @@ def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
 
 
 def _best_of_90(blocks: Tensor) -> Tensor:
-    """Return the best mask of every 4 x 4 block, (blocks, 16)."""
+    """Return the mask with the largest sum of scores for every 4 x 4 block, (blocks, 16).
+
+    Candidates are the 90 masks of `both_ways_patterns`.
+    """
     patterns = torch.tensor(both_ways_patterns(), dtype=torch.float64, device=blocks.device)
     best = (blocks.double() @ patterns.t()).argmax(1)
     return patterns.bool()[best]
 
 
 def _first_that_fit(blocks: Tensor) -> Tensor:
-    """Return the greedy mask of every 4 x 4 block, (blocks, 16)."""
+    """Return a mask for every 4 x 4 block, (blocks, 16), selected greedily by score."""
     count = blocks.shape[0]
     each = torch.arange(count, device=blocks.device)
     order = blocks.argsort(dim=1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Builds a pruned model's config: published fields if they suffice, else "resize" changes."""
+"""Builds a pruned model's config: the family's fields if they suffice, else "resize" changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settled:
 
     Args:
         config: config of the smaller model, including changes.
-        model: smaller model, on meta.
+        model: smaller model, on the meta device.
         sources: dict from the new name of a block to its original name.
     """
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
-from bmforge.compress.prune.binarize import binarise, open_units, plan_of_units
+from bmforge.compress.prune.binarize import Chosen, binarise, open_units, plan_of_units
 from bmforge.compress.prune.costs import Costs, Half
 from bmforge.compress.prune.gates import (
     Gates,
@@ -81,6 +81,10 @@ class StructureMethod(MethodBase):
         self.costs = costs_of(model, self.config)
         self.wanted = open_units(model, self.config)
         self.gates = attach_gates_(model, self.config.gates, self.config.seed)
+        self._start_(model)
+
+    def _start_(self, model: nn.Module) -> None:
+        """Check that the target can be reached, and start training the attached gates."""
         everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
         try:  # report an unreachable target before training
             binarise(model, self.config, self.costs, everything)
@@ -170,8 +174,12 @@ class StructureMethod(MethodBase):
         likely = {key: value.cpu() for key, value in densities(self.gates).items()}
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
         chosen = binarise(model, self.config, self.costs, likely)
-        self.plan = plan_of_units(model, chosen)
+        self.plan = self._plan(model, chosen)
         masks_of(chosen, self.gates)
+
+    def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
+        """Return the plan that keeps the chosen units."""
+        return plan_of_units(model, chosen)
 
     def _shift_(self) -> None:
         """Shift the logits of all gates that share a target so that the target is met exactly."""
@@ -205,7 +213,7 @@ class StructureMethod(MethodBase):
         }
 
     def _times(self) -> dict[str, Any]:
-        """Return the measured block costs to save, because a new measurement would differ."""
+        """Return the measured block costs, saved because a new measurement would differ."""
         if self.config.target != "milliseconds":
             return {}
         return {

@@ -28,8 +28,8 @@ class QuantizeConfig:
             sensitivity, within `average_bits`.
         spec: explicit `QuantSpec` that replaces `scheme`.
         method: "absmax": round to nearest; "smooth" (SmoothQuant) and "awq": scale input channels
-            before rounding; "gptq": compensate errors in later columns. All methods except "absmax"
-            need calibration batches.
+            before rounding; "gptq": compensate for errors in later columns. All methods except
+            "absmax" need calibration batches.
         where: name globs of modules; if empty, the blocks' linear layers and experts.
         average_bits: mean bits per weight for "auto", including scales.
         training: quantization during training: "none"; "fake" for fake quantization of weights and

@@ -1,4 +1,4 @@
-"""GPTQ: rounds matrices column by column; later columns compensate the rounding errors.
+"""GPTQ: rounds matrices column by column; later columns compensate for rounding errors.
 
 Source: Frantar et al., "GPTQ" (2022). A group's scale is computed from the updated weights when its
 first column is reached, and is rounded to its storage dtype before it is used.

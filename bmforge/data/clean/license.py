@@ -18,7 +18,7 @@ ANY_LICENSE = "any"
 
 
 def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Parse license options into pairs (path, license id); the path of a plain ``ID`` is "".
+    """Parse license options into pairs (path, license id); the path is "" for an ``ID`` alone.
 
     Args:
         options: strings of the form ``ID`` or ``PATH=ID``.

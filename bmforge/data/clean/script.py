@@ -1,4 +1,4 @@
-"""Writing systems: script detection, traditional/simplified Chinese, and character width."""
+"""Writing systems: detects scripts, converts traditional and simplified Chinese, folds widths."""
 
 from __future__ import annotations
 

@@ -96,7 +96,10 @@ class TextStatistics:
         return len(self.words) - len(others) + sum(map(_HAS_LETTER.__getitem__, others))
 
     def count_sentences(self, line: str) -> int:
-        """Return the number of sentences of a line; several rule sets count the same lines."""
+        """Return the number of sentences of a line.
+
+        Cached, as several rule sets count each line.
+        """
         if line not in self._sentences:
             self._sentences[line] = self._count_sentences(line)
         return self._sentences[line]

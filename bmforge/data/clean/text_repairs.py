@@ -16,7 +16,7 @@ __all__ = ["TidyText"]
 
 @dataclass(frozen=True)
 class TidyText:
-    """A step that repairs texts; all repairs are off by default except `repair`.
+    """A step that repairs texts; only `repair` is on by default.
 
     `repair` does not change intact texts.
 

@@ -59,7 +59,7 @@ class CollectReport:
 
 @dataclass
 class _Host:
-    """State of one host: robots.txt rules, why it is refused, next request time, queued URLs."""
+    """State of one host: robots.txt rules, reason for refusal, next request time, queued URLs."""
 
     robots: Robots | None = None
     refused: str = ""

@@ -269,7 +269,10 @@ class _Candidates:
         return cls(places, numbers, order, old, num_earlier)
 
     def number(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the sorted candidate numbers of the documents at some positions."""
+        """Return the sorted candidate numbers of the documents at the given corpus positions.
+
+        A candidate number is the rank of a document among all near-duplicate candidates.
+        """
         return np.sort(self.numbers[np.searchsorted(self.places, places)])
 
 

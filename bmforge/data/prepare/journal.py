@@ -32,7 +32,7 @@ except ImportError:  # not available on Windows
 
 
 def make_key(*parts: Any) -> str:
-    """Return a hash of the inputs that a stage's result depends on; `parts` must be plain data."""
+    """Return a hash of the inputs that a stage's result depends on; `parts` must be JSON data."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -219,7 +219,7 @@ def _locate(
     """Return the corpus position and similarity of each dropped document, sorted by position.
 
     Args:
-        near: dropped documents; their positions count only the compared documents.
+        near: dropped documents; their positions are those among the compared documents only.
         compared: mask of the documents that were compared.
         counts: documents per shard.
     """

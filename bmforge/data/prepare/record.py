@@ -156,7 +156,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
 
 
 def _rename_old_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the current spelling of keys that earlier versions spelled "licence"."""
+    """Return a record in which keys that earlier versions spelled "licence" are renamed."""
     return {
         key.replace("licence", "license"): _rename_old_keys(value)
         if key in ("settings", "filter", "summary")

@@ -37,7 +37,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file); starts at `line`."""
+    """Range of a file in bytes or rows, `begin` to `end` (-1: end of file).
+
+    `line` is its first line.
+    """
 
     path: str
     begin: int = 0

@@ -137,7 +137,10 @@ def choose_spans(
 def _find_repeats(
     documents: Callable[[], Iterator[Document]], least: LeastRepeats, folder: Path
 ) -> Callable[[Document], Spans]:
-    """Find the repeats in all documents; return a function from a document to the spans to cut."""
+    """Find the repeats in all documents.
+
+    Return a function that maps a document to the spans to cut.
+    """
     spans: dict[str, Spans] = {}
     paragraphs: dict[str, list[int]] = {}
     if least.tokens:

@@ -1,4 +1,4 @@
-"""Splits documents into training and validation by bytes; one document may be cut in two."""
+"""Splits a corpus into training and validation sets by size; one document may be split in two."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def _detect_utf16(sample: bytes) -> str:
 
 
 def _ask_library(sample: bytes) -> str:
-    """Detect the encoding with resiliparse, which also supports Windows code pages."""
+    """Detect the encoding with the library resiliparse, which also knows Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask
     except ImportError:

@@ -87,14 +87,22 @@ def frequent_ratio(text: str) -> float:
 
 
 def is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its kana; decoded as GB 2312, it would also have frequent characters."""
+    """Detect EUC-JP by its kana.
+
+    The fraction of frequent characters is not enough: EUC-JP text that is decoded as GB 2312 also
+    has frequent characters.
+    """
     text = decode_beginning(sample, "euc_jp") or ""
     wide = sum(c > "\x7f" for c in text)
     return wide >= FEWEST and 10 * len(_KANA.findall(text)) >= wide and frequent_ratio(text) > SURE
 
 
 def is_korean(sample: bytes) -> bool:
-    """Detect Korean by its Hangul; decoded as GB 2312, it would also have frequent characters."""
+    """Detect Korean by its Hangul.
+
+    The fraction of frequent characters is not enough: Korean text that is decoded as GB 2312 also
+    has frequent characters.
+    """
     # Not cp949: its further syllables are rare in Korean, and Shift-JIS bytes decode to them.
     text = decode_beginning(sample, "euc_kr")
     wide = [c for c in text or "" if c > "\x7f"]

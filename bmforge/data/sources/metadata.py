@@ -30,7 +30,7 @@ _FIRST_MILLISECONDS = 10**11  # as seconds, this is the year 5138
 def read_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that a record or its object `metadata` states.
 
-    A value may be a string, a list, or an object with a usual key such as `name`. Of a list of
+    A value may be a string, a list, or an object with a key such as `name` or `url`. Of a list of
     licenses or terms all apply; of the other lists the first value is used. A license of any other
     form is `UNKNOWN`, so that it is not mistaken for a license that is not stated.
     """
@@ -85,7 +85,10 @@ def _read_date(value: float | date) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the nonempty strings of a value, a list of values, or an object's usual keys."""
+    """Yield the nonempty strings of a value or list.
+
+    An object yields its `name` or a similar key.
+    """
     if isinstance(value, str):
         if value and _is_unicode(value):
             yield value

@@ -77,7 +77,7 @@ class ZipParts:
 
 
 def office_kind(archive: zipfile.ZipFile) -> str:
-    """Return the document format of a zip archive; "" for a plain archive."""
+    """Return the document format of a zip archive; "" for any other archive."""
     names = set(archive.namelist())
     if "mimetype" in names:
         try:

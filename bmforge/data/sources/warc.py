@@ -1,4 +1,4 @@
-"""Reads web archives: WARC and WET, plain or compressed (per record or as a whole), and ARC."""
+"""Reads web archives: WARC and WET, also compressed (per record or as a whole), and ARC."""
 
 from __future__ import annotations
 

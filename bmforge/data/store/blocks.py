@@ -305,7 +305,7 @@ def _read_meta_line(line: str, where: str, block_bytes: int) -> BlockFile:
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or size < 1:
         raise DataError(
             f"{where}: file_name={name!r:.80} and block_size={size} are invalid (needed: "
-            "the plain name of a file in the same directory, and a size)."
+            "the name of a file in the same directory, and a size)."
         )
     return BlockFile(name, mask=mask, block_size=size, has_lengths=has_lengths, **numbers)
 

@@ -1,7 +1,7 @@
 """Lazy arrays, whose elements are read on access: joined arrays, or spans of one array.
 
 They support the part of numpy's interface that readers of a token store use: length, dtype, and
-indexing with an integer, a slice, or an array. Results are plain arrays.
+indexing with an integer, a slice, or an array. Results are numpy arrays.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LazyArray(ABC):
         return values
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """Return all elements as a plain array."""
+        """Return all elements as a numpy array."""
         return self._slice(0, len(self)).astype(dtype or self.dtype)
 
 
@@ -128,7 +128,7 @@ class PickedArray(LazyArray):
     """Lazy concatenation of spans of one array; adjacent spans are merged.
 
     Args:
-        base: plain or lazy array.
+        base: numpy array or lazy array.
         spans: start and end of each span, in order, shape (count, 2).
 
     Memory: 32 bytes per merged span.

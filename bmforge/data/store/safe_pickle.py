@@ -38,7 +38,7 @@ _UNREADABLE = (
 def load_plain(content: bytes) -> Any:
     """Load a pickle that contains plain data: None, numbers, strings, bytes, lists, dicts, sets.
 
-    Numpy arrays and scalars of plain numbers are also supported.
+    Numpy arrays and scalars of numbers are also supported.
 
     Raises:
         DataError: the pickle references other classes or functions, or is damaged.
@@ -237,8 +237,8 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in _NAMES:
             raise DataError(
                 f"the pickle references {module}.{name}"[:200]
-                + ", which could run arbitrary code, so it is refused. Only plain values and "
-                "numeric arrays are read. Save the data again as these."
+                + ", which could run arbitrary code, so it is refused. Only numbers, texts, "
+                "lists, dicts and numeric arrays are read. Save the data again as these types."
             )
         return _NAMES[module, name]
 

@@ -1,7 +1,7 @@
 """Reads many token stores as one; the file ``PREFIX.shards`` lists them.
 
-Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus written in
-parts by a cluster is read where it was written.
+Each shard is a complete store that Megatron-LM can read. Nothing is copied: a corpus that the
+processes of a cluster wrote in parts is read from where they wrote it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ShardedStore(TokenStore):
 
 
 class _Pointers(JoinedArray):
-    """Byte offset of each sequence, as if all shards' tokens were concatenated in one dtype."""
+    """Byte offsets of all sequences, as if all shards' tokens were concatenated in one dtype."""
 
     def __init__(self, stores: Sequence[TokenStore], before: Sequence[int], width: int) -> None:
         super().__init__([store.pointers for store in stores], np.int64)

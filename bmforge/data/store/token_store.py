@@ -148,7 +148,7 @@ class TokenStore:
         return self.tokens[start : start + length]
 
     def __getitem__(self, key: int | slice) -> NDArray[np.integer] | list[NDArray[np.integer]]:
-        """Return one sequence, or the list of sequences of a slice with step 1."""
+        """Return one sequence or, for a slice with step 1, a list of sequences."""
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step != 1:

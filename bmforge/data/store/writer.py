@@ -86,7 +86,7 @@ class TokenStoreWriter:
         self._sizes.append(len(tokens))
 
     def end_document(self) -> None:
-        """End a document; it consists of the sequences added since the previous call."""
+        """End a document, which consists of the sequences added since the previous call."""
         self._doc_idx.append(len(self._sizes))
 
     def add_store(self, store: TokenStore) -> None:

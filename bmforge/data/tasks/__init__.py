@@ -1,9 +1,9 @@
-"""Reads published evaluation tasks as plain examples with labels.
+"""Reads published evaluation tasks as examples with labels.
 
 Start reading at `task.py` (the types), then at a table of tasks: `superglue`, `clue`,
 `reading_comprehension`, `sentences`, `pairs`, `cloze` (entities, facts, triples). `user_tasks.py`
 builds a task from a user's file. `wording.py` has prompt templates, `rows.py` converts examples to
-token rows, and `metrics.py` computes metrics.
+token ids, and `metrics.py` computes metrics.
 """
 
 from __future__ import annotations

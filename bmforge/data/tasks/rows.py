@@ -122,7 +122,7 @@ def continue_prompt(
 
 
 class AnswerRows:
-    """Encoded prompts with answers to train on; an `ExampleSource`.
+    """Encoded prompts with answers, which are trained on; an `ExampleSource`.
 
     Args:
         pairs: prompts and answers.

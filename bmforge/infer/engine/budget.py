@@ -40,7 +40,7 @@ class EngineConfig:
     """Limits for which an engine plans its memory.
 
     Args:
-        max_rows: maximum number of rows at once: prompts times beams or returned sequences.
+        max_rows: maximum batch size in sequences: prompts times beams or returned sequences.
         max_tokens: maximum sequence length in tokens, including new tokens; for an encoder-decoder
             the limit applies to source and target separately (default: 1,024, or the model's
             maximum if it is less).
@@ -162,7 +162,7 @@ def plan_weights(
 def _plan_experts(
     model: nn.Module, blocks: Mapping[str, nn.Module], rooms: Sequence[DeviceRoom], work: Workspace
 ) -> Divided:
-    """Plan like `divide_blocks`, with streamed experts and everything else resident.
+    """Plan as `divide_blocks` does, but only experts are streamed; all other weights are resident.
 
     Raises:
         ConfigError: the model has no experts, or there are several devices.

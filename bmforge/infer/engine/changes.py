@@ -1,9 +1,9 @@
 """Detects changes of a model's weights or structure, after which cached keys are invalid.
 
-The comparison covers the modules, their plain attributes and hooks, and the identity, version,
-address and content checksum of every tensor. The checksum is needed because fused optimizers,
-``Tensor.data`` and NumPy write without raising ``Tensor._version``. Streamed weights change their
-address in every step, so their address and content are not compared.
+The comparison covers the modules, their hooks, their numeric and text attributes, and the identity,
+version, address and content checksum of every tensor. The checksum is needed because fused
+optimizers, ``Tensor.data`` and NumPy write without raising ``Tensor._version``. Streamed weights
+change their address in every step, so their address and content are not compared.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Changes:
 
     Args:
         model: model to watch.
-        is_shared: whether the caller has a reference to the model and may change any element,
-            so that checksums cover all elements. Otherwise frozen tensors are sampled, at a
-            thousandth of the cost, since only this package can change weights that it loaded
-            itself.
+        is_shared: whether the caller has a reference to the model and may change any element, so
+            that checksums cover all elements. Otherwise only samples of frozen tensors are
+            compared, at a thousandth of the cost, since only this package can change weights that
+            it loaded itself.
     """
 
     def __init__(self, model: nn.Module, is_shared: bool = True) -> None:

@@ -165,7 +165,7 @@ class _GuidanceTokenizer:
     """Adapts a tokenizer to llguidance's interface.
 
     llguidance can read the definition of a FastTokenizer itself, but it then encodes a special
-    token's name within the constraint's texts as the special token, instead of as plain text.
+    token's name within the constraint's texts as the special token, instead of as ordinary text.
     """
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:

@@ -240,7 +240,8 @@ def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack])
 def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[_Block]]:
     """Return the blocks of every stack, the decoder stack first.
 
-    An encoder-decoder's decoder blocks run for every token, so they are streamed last.
+    The plan streams blocks from the end of this list first. The decoder blocks of an
+    encoder-decoder run for every token, so they are streamed only if necessary.
     """
     shared, stays = shared_tensors(model), find_staying(model)
     stacks: dict[str, list[_Block]] = {}

@@ -153,7 +153,7 @@ class Draft:
         ]
 
     def _open(self, parts: Several[SequenceChunk], guessed: dict[int, list[int]]) -> list[int]:
-        """Return the indices of the chunks that need more draft tokens."""
+        """Return the indices of the chunks whose draft tokens are not complete yet."""
         return [n for n, tokens in guessed.items() if len(tokens) < len(parts[n].guessed)]
 
     def _write(

@@ -150,7 +150,7 @@ class Engine:
         dtype: torch.dtype | None,
         options: Mapping[str, Any],
     ) -> tuple[Any, Callable[..., Any]]:
-        """Create a directory's model on the meta device; return it and a function that loads it."""
+        """Create the model in `name` on the meta device; return it and its loading function."""
         self._directory = source = find_model(name)
         if quantize is not None:
             folder = self.config.spill_directory
@@ -289,7 +289,7 @@ class Engine:
     def submit_embed(
         self, inputs: Any, *, deadline_s: float | None = None, **options: Any
     ) -> Future[Tensor]:
-        """Queue an `embed` request and return its future; threads and errors as in `submit`.
+        """Queue an `embed` request and return its future; see `submit` for threads and errors.
 
         Args:
             inputs: texts, lists of token ids of any lengths, or a tensor.
@@ -312,7 +312,7 @@ class Engine:
         return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
 
     def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
-        """Queue the task that a function creates for the model, and return its future."""
+        """Queue a task, created by calling `make` with the model, and return the task's future."""
         self._check("submit_task", writes=False)
         return self._queue().add(make(self.model))
 

@@ -56,7 +56,7 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
     ):
         raise ConfigError(
             f"the {type(model).__name__} is already parallelized or streamed. Create the engine "
-            "with a plain model, or with a directory."
+            "with an unsharded, resident model, or with a directory."
         )
     if options:
         raise ConfigError(
@@ -65,8 +65,8 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         )
     if config.stream_experts:
         raise ConfigError(
-            "EngineConfig(stream_experts=True) reads experts from files. Save the model, and "
-            "create the engine with its directory."
+            "EngineConfig(stream_experts=True) needs a model directory, but the model was passed "
+            "as an object. Save the model, and create the engine with its directory."
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ConfigError(

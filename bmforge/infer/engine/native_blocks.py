@@ -195,7 +195,7 @@ def _require(*conditions: bool) -> None:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the address of a plain tensor in host memory; None if there is no tensor."""
+    """Return the address of a tensor in host memory; None if there is no tensor."""
     if tensor is None:
         return None
     _require(type(tensor) in (Tensor, nn.Parameter), tensor.is_cpu, tensor.is_contiguous())

@@ -244,7 +244,7 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 
 def _may_run(x: Tensor) -> bool:
-    """Return True if `x` is a plain CPU tensor without gradients, tracing, hooks and autocast."""
+    """Return True if `x` is a CPU tensor without gradients, tracing, hooks and autocast."""
     if torch.is_grad_enabled() or is_watched():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS

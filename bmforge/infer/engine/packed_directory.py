@@ -79,8 +79,8 @@ def quantize_source(
     Args:
         source: model directory.
         quantize: quantization scheme.
-        check: function that raises an error if the quantized model (on meta) does not fit into
-            memory.
+        check: function that raises an error if the quantized model (on the meta device) does not
+            fit into memory.
         folder: parent of the temporary directory; None means the system's.
         cleanup: exit stack that will remove the temporary directory.
         options: arguments of `Model.from_pretrained`.

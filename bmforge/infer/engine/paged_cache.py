@@ -128,8 +128,8 @@ class PagedCache:
             query: queries of the step's tokens, with the sequences concatenated.
             key: keys of the step's tokens.
             value: values of the step's tokens.
-            scale: factor on the scores if `mix` is plain attention, which accelerators then compute
-                for all sequences at once; if None, `mix` is called for each sequence.
+            scale: factor on the scores if `mix` is standard softmax attention, which accelerators
+                then compute for all sequences at once; if None, `mix` is called for each sequence.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)

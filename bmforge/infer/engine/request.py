@@ -92,7 +92,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """New output of one answer since its previous piece.
+    """New output of one answer since the previous piece.
 
     Args:
         index: index of the answer.

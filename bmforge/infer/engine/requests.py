@@ -164,7 +164,7 @@ class Requests:
 
     @property
     def weights_version(self) -> int:
-        """Number of detected changes of the model."""
+        """Version of the weights: the number of detected changes of the model."""
         return self._packed.weights_version
 
     @property
@@ -290,7 +290,7 @@ class Requests:
             self._works.remove(work)
 
     def _step_rows(self) -> None:
-        """Run one step of the unbatched requests that fit, in order of arrival."""
+        """Run one step of unbatched requests, oldest first, up to `max_num_seqs` sequences."""
         used = 0
         for job in self._rows:
             assert job.rows is not None

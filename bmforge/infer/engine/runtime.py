@@ -1,6 +1,6 @@
 """Estimates the process's memory other than tensors, which counts toward the memory budget.
 
-The constants were measured with `benchmarks/engine_memory.py` (docs/results/runtime.md).
+The constants were measured with `benchmarks/inference/engine_memory.py` (docs/results/runtime.md).
 Pages of library files are not counted: the system reclaims them whenever memory is short.
 """
 

@@ -36,7 +36,7 @@ class ChunkRules:
     outdates: Callable[[int, int], bool] | None = None
 
     def most(self, sequence: Sequence) -> int:
-        """Return the maximum number of tokens of a sequence that the next step may process."""
+        """Return the maximum number of a sequence's tokens that the next step may process."""
         left = len(sequence.tokens) - sequence.stored
         if self.unit is None or self.outdates is not None:
             return left

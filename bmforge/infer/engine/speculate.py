@@ -46,7 +46,7 @@ class _Speculator(ABC):
         """Return a new speculator of the same kind for a forked sequence."""
 
     def learn(self, length: int, guessed: int, right: int) -> None:
-        """Record how many draft tokens were proposed and accepted at a sequence length."""
+        """Record the numbers of proposed and accepted draft tokens at a sequence length."""
         self._guessed += guessed
         self._right += right
         if self._guessed >= _TRIED:

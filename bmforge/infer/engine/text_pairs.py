@@ -69,7 +69,7 @@ def pair_task(
         rows: token ids and segment ids, as returned by `encode_pairs`.
         model: cross-encoder.
         deadline_s: deadline in seconds, as in `EngineTask`.
-        delta: name of an adapter; None means the model's active adapters.
+        delta: adapter to activate, by name; None means the model's active adapters.
     """
     rate = partial(rate_pairs, model, rows)
     return TurnTask(model, rate, deadline_s, check_names(model, delta))

@@ -9,7 +9,10 @@ __all__ = ["Turns"]
 
 
 class _Stopped(BaseException):
-    """Raised inside a canceled function; `except Exception` does not catch a BaseException."""
+    """Raised inside a canceled function.
+
+    A BaseException, which `except Exception` does not catch.
+    """
 
 
 class Turns:

@@ -155,7 +155,7 @@ def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -
 
 
 class _HostReader:
-    """Function that copies the named tensor from host memory into a target tensor."""
+    """Callable that copies the named tensor from host memory into a target tensor."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._kept = tensors
@@ -165,7 +165,7 @@ class _HostReader:
 
 
 class _SpillReader:
-    """Function that reads the named tensor from an unnamed file into a target tensor."""
+    """Callable that reads the named tensor from an unnamed file into a target tensor."""
 
     def __init__(self, file: SpillFile, tensors: dict[str, Tensor]) -> None:
         self._reads = DirectReads()

@@ -33,7 +33,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that a model needs besides its weights.
+    """Memory that a model needs in addition to its weights.
 
     Args:
         cache_bytes: KV cache of the given number of sequences of maximum length.
@@ -45,7 +45,7 @@ class Workspace:
 
 
 def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory, besides weights, that a model needs for a batch of the given size.
+    """Return the memory without weights that a model needs for a batch of the given size.
 
     Args:
         model: model on any device; a copy on the meta device is run.

@@ -136,7 +136,7 @@ def fill_each(
 def longest_document(model: CPMBee) -> int:
     """Return the maximum length of a document in tokens.
 
-    The maximum is the larger of the published models' training window and the model's
+    This is the training window of OpenBMB's CPM-Bee models or, if larger, the model's
     `max_seq_len`.
     """
     return max(_WINDOW, model.config.max_seq_len)

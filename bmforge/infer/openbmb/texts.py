@@ -58,7 +58,7 @@ def write_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str:
     Args:
         model: model that generates text.
         tokenizer: the model's tokenizer.
-        prompt: text; names of CPM-Bee's special tokens in the text are read as plain characters.
+        prompt: text; names of CPM-Bee's special tokens in the text are read as ordinary text.
         options: fields of `GenerationConfig`; the defaults are those of the family's original
             code or, without one, of the model's generation_config.json.
 
@@ -141,7 +141,7 @@ def continue_ids(
 
 
 class _RowTexts:
-    """Incremental detokenizer of a batch of continuations.
+    """Incremental detokenizers for a batch of continuations.
 
     Args:
         tokenizer, stops, hidden, before: arguments of `TextStream`, the same for every

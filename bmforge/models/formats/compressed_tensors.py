@@ -269,7 +269,7 @@ class CompressedLinears:
         """Return the stored integers, scales and minima of complete rows.
 
         Args:
-            name: published name of a layer's weight.
+            name: Hugging Face name of a layer's weight.
             slices: slice of rows, and a slice of all columns.
         """
         integers, scales = self._read_integers(name, slices)

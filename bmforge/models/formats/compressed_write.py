@@ -100,7 +100,7 @@ class _Source:
     """Converts a model to tensors of this format, one packed layer or other tensor at a time.
 
     Attributes:
-        stems: mapping from the module name of each packed layer to its published name.
+        stems: mapping from the module name of each packed layer to its Hugging Face name.
     """
 
     def __init__(self, model: Any) -> None:
@@ -113,7 +113,7 @@ class _Source:
                 self.stems[owner] = published.removesuffix(".packed")
 
     def places(self) -> list[str]:
-        """Return the names of packed layers, and the published names of all other tensors."""
+        """Return the names of packed layers, and the Hugging Face names of all other tensors."""
         names: dict[str, None] = {}
         for published, rules in self._groups.items():
             owner, _, key = rules[0].ours.rpartition(".")
@@ -121,7 +121,7 @@ class _Source:
         return list(names)
 
     def read(self, source_name: str) -> dict[str, Tensor]:
-        """Return a dict from name to tensor to store for one of the names in `places`."""
+        """Return the tensors to store for a name in `places`, as a dict from name to tensor."""
         if source_name not in self.stems:
             rules = self._groups[source_name]
             tensor = assemble_source(rules, lambda name: self._tensors[name].detach())
@@ -274,7 +274,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
 
 
 def _as_targets(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Return a short list of regex targets that match exactly these published names."""
+    """Return a short list of regex targets that match exactly these Hugging Face names."""
     patterns: dict[str, None] = {}
     for name in names:
         pattern = re.escape(re.sub(r"\.\d+(?=\.)", ".#", name)).replace(r"\#", r"\d+")

@@ -222,7 +222,7 @@ class _Metadata:
                 )
 
     def rest(self) -> dict[str, Any]:
-        """Return the metadata that was not read and may affect outputs, under its original keys."""
+        """Return the metadata that was not read but may affect outputs, under its original keys."""
         out = {}
         for key in self.names():
             value = self.header.metadata[f"{self.kind}.{key}"]
@@ -237,7 +237,7 @@ _TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_lengt
 
 
 def _leave(raw: dict[str, Any], own: _Metadata) -> None:
-    """Do nothing, for an architecture without further fields."""
+    """Do nothing: the architecture needs no further fields."""
 
 
 def _llama(raw: dict[str, Any], own: _Metadata) -> None:

@@ -102,7 +102,7 @@ def write_integers(values: Tensor, scales: Tensor) -> np.ndarray | None:
 
 
 def describe_plain(model: Model) -> Model:
-    """Return the unquantized model on the meta device."""
+    """Return a copy of the model without quantization, on the meta device."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     plain = type(model).from_config(model.config.replace(changes=()), device="meta", dtype=dtype)
     plain.provenance = model.provenance

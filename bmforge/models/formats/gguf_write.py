@@ -227,7 +227,7 @@ def _more(
 
 
 def _typed(key: str, value: Any) -> Any:
-    """Round floats to fp32, the precision of the file; return other values unchanged."""
+    """Round a float to fp32, the precision of the file; return other values unchanged."""
     return float(np.float32(value)) if key.endswith(_FLOATS) else value
 
 

@@ -298,7 +298,7 @@ def undo_factor(name: str, factor: float) -> float:
 def _settle_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
-    """Convert T5's relative position bias and head to the published form; return config fields.
+    """Convert T5's relative position bias and head to Hugging Face's form; return config fields.
 
     T5 1.0, which has no gate, computes logits from hidden states h and the embedding E as
     D^-0.5 h E'. ModelCenter saved either only the scaled embedding and the factor 100 D^-0.5

@@ -176,7 +176,7 @@ _VOCABULARIES = {
 
 
 def tell_family(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
-    """Identify the family by the names of the tensors.
+    """Identify the family of a checkpoint by its tensor names.
 
     Raises:
         ConfigError: the tensor names match no supported family.

@@ -13,7 +13,7 @@ __all__ = ["leave_out_packing", "read_raw_config"]
 def read_raw_config(directory: Path) -> dict[str, Any]:
     """Return the contents of config.json; {} if it is missing or invalid.
 
-    Loading the model reports errors of the config.
+    Errors in the file are reported later, when the model is loaded.
     """
     file = directory / "config.json"
     try:

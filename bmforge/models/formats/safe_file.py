@@ -96,7 +96,10 @@ class CheckedFile:
         self._identity = identity
 
     def check_same(self, descriptor: int) -> None:
-        """Raise `CheckpointError` if the open file differs from the original file."""
+        """Raise `CheckpointError` if the open file is not the file whose header was read.
+
+        Another program may have replaced or changed the file in between.
+        """
         if identify(descriptor) != self._identity:
             raise CheckpointError(
                 f"{str(self.path)!r} was changed while it was being read. Load the model again."

@@ -27,7 +27,7 @@ _FILL = {torch.zeros, torch.ones, torch.full}
 
 
 class _Sparing(TorchFunctionMode):
-    """Mode that creates matrices and large tensors on meta, and all other tensors normally."""
+    """Mode that creates matrices and large tensors on the meta device; others normally."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -85,7 +85,7 @@ class LanguageLoss:
         """Return the scores of a `Measure` for every token, without a load-balancing loss.
 
         Raises:
-            ConfigError: the head is not a plain linear layer.
+            ConfigError: the head is not an unmodified linear layer.
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(
@@ -129,6 +129,9 @@ class LanguageLoss:
         )
 
     def _chunk(self, out: Any, arguments: dict[str, Any], hidden: Tensor, goal: Tensor) -> Tensor:
+        if self.behavior.head == "linear":  # OPT's code calls children of the body, not the body
+            head = self.foreign.get_submodule(self.structure.head)
+            return sum_cross_entropy(head(hidden) * self.behavior.factor, goal)
         ids = {"input_ids": goal.clamp(min=0)} if arguments.get("input_ids") is not None else {}
         with ReplacedChild(self.foreign, self.structure.body, with_hidden(out, hidden)):
             predicted = self.foreign(**call_arguments(self.foreign, ids, cached=False))
@@ -149,7 +152,7 @@ class LanguageLoss:
 
 
 def _local(parameter: Any) -> Any:
-    """Return a parameter that tensor parallelism replicates as a plain tensor."""
+    """Return the local tensor of a replicated DTensor; return other parameters unchanged."""
     placements = getattr(parameter, "placements", None)
     is_replicated = placements is not None and all(p.is_replicate() for p in placements)
     return parameter.to_local() if is_replicated else parameter

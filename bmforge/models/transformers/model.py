@@ -54,8 +54,8 @@ class TransformersModel(Model):
     """Model that transformers implements.
 
     Module and parameter names are those of transformers. This module and the transformers model
-    share their dictionaries of children, parameters and buffers, so that replacing a layer in one
-    replaces it in both.
+    share their dictionaries of children, parameters and buffers, so a layer that is replaced in one
+    of them is also replaced in the other.
 
     Args:
         config: `TransformersConfig` that was read from a directory.
@@ -218,17 +218,17 @@ class TransformersModel(Model):
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)
-        joints = self.behavior.joints
-        first, last = stage_ends(self.structure, joints.after)
+        split_points = self.behavior.split_points
+        first, last = stage_ends(self.structure, split_points.after)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
             tensor_parallel=() if refusal else cuts,
             tensor_refusal=refusal,
-            stacks=() if joints.refusal else self.structure.stacks[:1],
+            stacks=() if split_points.refusal else self.structure.stacks[:1],
             pipeline_first=first,
             pipeline_last=last,
-            pipeline_refusal=joints.refusal,
+            pipeline_refusal=split_points.refusal,
             quantize_targets=tuple(self.called_linear()),
         )
 
@@ -313,7 +313,7 @@ class TransformersModel(Model):
             self.foreign,
             self.whole(),
             self.structure,
-            self.behavior.joints,
+            self.behavior.split_points,
             self.get_submodule(self.structure.stacks[0]).span,  # type: ignore[arg-type]
             self.arrived,
         )

@@ -150,7 +150,7 @@ class StoredNames:
 
         Args:
             names: names of the model's tensors.
-            changed: names of tensors without an equivalent in published checkpoints.
+            changed: names of tensors that the original checkpoint does not contain.
 
         Raises:
             ConfigError: a tensor is stored in a form that bmforge cannot slice.
@@ -184,7 +184,7 @@ def find_stored_names(module: Any) -> StoredNames:
     """Map the parameters of a transformers model to the tensors that transformers would save.
 
     Args:
-        module: transformers model with its parameters on meta.
+        module: transformers model with its parameters on the meta device.
     """
     loading = importlib.import_module("transformers.core_model_loading")
     tensors = persistent_tensors(module)

@@ -27,7 +27,7 @@ from bmforge.models.transformers.calls import (
     wrap_encoded,
 )
 from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
-from bmforge.models.transformers.stages import Joints, find_joints
+from bmforge.models.transformers.stages import SplitPoints, find_split_points
 from bmforge.models.transformers.structure import Structure, find_structure
 from bmforge.models.transformers.weight_use import find_untrained, noting_reads
 
@@ -57,8 +57,9 @@ class Behavior:
         read: general names of the linear layers whose weight other modules read, or whose forward
             is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
-        joints: whether and how the blocks can be split into pipeline stages.
-        reason: error because of which no twin was tested; "" if it was tested.
+        split_points: result of `find_split_points`: how the blocks can be split into pipeline
+            stages.
+        reason: error that prevented the test of the twin; "" if it was tested.
     """
 
     head: str = "whole"
@@ -69,7 +70,7 @@ class Behavior:
     idle: frozenset[str] = field(default_factory=frozenset)
     read: frozenset[str] = field(default_factory=frozenset)
     untrained: frozenset[str] = field(default_factory=frozenset)
-    joints: Joints = field(default_factory=Joints)
+    split_points: SplitPoints = field(default_factory=SplitPoints)
     reason: str = ""
 
 
@@ -153,7 +154,7 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
         idle=frozenset(idle),
         read=frozenset(general[name] for name in read) | _find_unusual(twin, ids),
         untrained=_find_untrained(twin, ids),
-        joints=find_joints(twin, structure, lambda: _run(twin, ids)),
+        split_points=find_split_points(twin, structure, lambda: _run(twin, ids)),
     )
 
 

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from bmforge.models.transformers.structure import Structure
 from bmforge.records import Span
 
-__all__ = ["Joints", "StageEnd", "find_joints", "run_stage", "stage_ends", "stage_modules"]
+__all__ = [
+    "SplitPoints",
+    "StageEnd",
+    "find_split_points",
+    "run_stage",
+    "stage_ends",
+    "stage_modules",
+]
 
 T = TypeVar("T")
 _ATOL = 1e-5
@@ -36,8 +43,8 @@ class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
 
 
 @dataclass(frozen=True)
-class Joints:
-    """Result of `find_joints`: whether and how a model can be split between its blocks.
+class SplitPoints:
+    """How a model can be split between its blocks into pipeline stages, if at all.
 
     Args:
         refusal: reason why the model cannot be split between its blocks; "" if it can.
@@ -107,7 +114,7 @@ def stage_modules(
     foreign: Any,
     whole: nn.Module,
     structure: Structure,
-    joints: Joints,
+    split_points: SplitPoints,
     span: Span,
     arrived: tuple[Tensor, ...],
 ) -> Iterator[None]:
@@ -115,11 +122,12 @@ def stage_modules(
 
     Args:
         foreign: transformers model, which may lack the modules of other stages.
-        whole: model with all modules, possibly on meta; stand-ins get their attributes from it.
+        whole: model with all modules, possibly on the meta device; stand-ins get their attributes
+            from it.
         structure: names of the main modules.
-        joints: result of `find_joints`.
+        split_points: result of `find_split_points`.
         span: range of this stage's blocks.
-        arrived: activations of the previous stage; empty on the first stage.
+        arrived: activations received from the previous stage; empty on the first stage.
     """
     name = structure.stacks[0]
     stack, blocks = foreign.get_submodule(name), dict(whole.get_submodule(name).named_children())
@@ -130,7 +138,7 @@ def stage_modules(
         if span.first <= number < span.last:
             continue
         value = arrived[0] if number == span.first - 1 else None
-        outputs = joints.forms.get(type(block).__name__, 0)
+        outputs = split_points.forms.get(type(block).__name__, 0)
         stack._modules[key] = _OtherBlock(block, outputs, value, ends=number == span.last)
     if span.first:
         source = whole.get_submodule(structure.embed)
@@ -156,10 +164,10 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
             return end.carry
 
 
-def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Joints:
-    """Run the model once with hooks to find its `Joints`, without testing stages."""
+def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> SplitPoints:
+    """Run the model once with hooks, and return its `SplitPoints`; stages are not tested."""
     if not structure.stacks or not structure.embed:
-        return Joints("it has no stack of blocks after a token embedding")
+        return SplitPoints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
     owner = foreign.get_submodule(owner_name)
     blocks, order = list(owner.get_submodule(leaf).children()), []
@@ -183,11 +191,11 @@ def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Join
         for hook in hooks:
             hook.remove()
     if order != [id(block) for block in blocks]:
-        return Joints("its blocks do not run exactly once each, in the order of the stack")
-    return Joints("", forms, frozenset(after - early))
+        return SplitPoints("its blocks do not run exactly once each, in the order of the stack")
+    return SplitPoints("", forms, frozenset(after - early))
 
 
-def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> Joints:
+def find_split_points(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> SplitPoints:
     """Find out whether a model can be split between its blocks into pipeline stages.
 
     A small copy is split in two after each block in turn and must return the same logits.
@@ -197,23 +205,23 @@ def find_joints(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> J
         structure: names of the model's main modules.
         run: function that returns the logits of the small copy.
     """
-    expected, joints = run(), _observe(twin, structure, run)
-    if joints.refusal:
-        return joints
+    expected, split_points = run(), _observe(twin, structure, run)
+    if split_points.refusal:
+        return split_points
     total = len(list(twin.get_submodule(structure.stacks[0]).children()))
     for cut in range(1, total):
         arrived: tuple[Tensor, ...] = ()
         for span in (Span(0, cut, total), Span(cut, total, total)):
-            modules = stage_modules(twin, twin, structure, joints, span, arrived)
+            modules = stage_modules(twin, twin, structure, split_points, span, arrived)
             try:
                 out = run_stage(modules, run)
             except Exception as error:  # any code of transformers may need what a stand-in lacks
                 reason = f"it reads other blocks in its forward ({type(error).__name__})"
-                return replace(joints, refusal=reason)
+                return replace(split_points, refusal=reason)
             arrived = (out,)
         if out.shape != expected.shape or not torch.allclose(out, expected, atol=_ATOL):
-            return replace(joints, refusal="more than one tensor passes between its blocks")
-    return joints
+            return replace(split_points, refusal="more than one tensor passes between its blocks")
+    return split_points
 
 
 def stage_ends(

@@ -5,8 +5,8 @@ A plan that could cause wrong gradients is rejected: every parameter of a sharde
 in the plan, or belong to a layer that is known to run before the sharded layers.
 
 For other models each linear layer of the blocks is sharded by its outputs, which are all-gathered.
-The model's own code then gets whole tensors, so this is right for any architecture, but more is
-communicated, and activations are replicated.
+The model's own code then gets whole tensors, so this is correct for any architecture, but it
+communicates more and replicates activations.
 
 Source: `base_model_tp_plan` in transformers' configs; its styles are those of
 `transformers.distributed`.

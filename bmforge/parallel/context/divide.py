@@ -55,11 +55,11 @@ def apply_context_parallel_(
 
     Args:
         model: model with rules, after tensor parallelism.
-        stacks: containers of blocks that run in sequence.
+        stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.
         method: attention method: "gather", "ring" or "ulysses".
-        unit: number by which every share's length must be divisible; the tensor-parallel size
-            if sequence parallelism shards the tokens further.
+        unit: number that must divide each process's number of tokens: the tensor-parallel size if
+            sequence parallelism shards the tokens further, otherwise 1.
 
     Comm: per stack an all-gather of the hidden states forward and a reduce-scatter backward. Per
         attention, "gather": an all-gather of keys and values forward, a reduce-scatter backward;
@@ -106,7 +106,7 @@ def _own_slopes(attn: Any, rank: int, query: Tensor) -> Tensor:
 
 @torch._disable_dynamo  # `torch.compiler.disable` would import torch._dynamo with this module
 def _take_first(group: dist.ProcessGroup, drawn: Tensor) -> Tensor:
-    """Broadcast the random number of the group's first process to the others.
+    """Broadcast a random number from the group's first process to the others.
 
     Comm: a broadcast of one number.
     """
@@ -194,7 +194,7 @@ def _mix_gathered(
 
 
 def _join_with_prefix(pair: Tensor, *prefix: Pair) -> Tensor:
-    """Concatenate keys and values to (B, K, T, 2 H), and prepend those of a prefix."""
+    """Concatenate keys and values to (B, K, T, 2 H), after those of the prefix."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
     ]
@@ -226,7 +226,7 @@ def _mix_in_ring(
     dropout: float,
     *prefix: Pair,
 ) -> Tensor:
-    """Compute ring attention; use all-gathered keys and values with attention dropout."""
+    """Compute ring attention or, with attention dropout, attention over gathered keys."""
     if dropout or not isinstance(mask, MaskWithShare):
         return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
     is_plain = mask.mask is None and bias is None
@@ -295,7 +295,7 @@ def _mix_by_heads(
 
 
 def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
-    """Return the smallest repetition of key-value heads that makes them divisible by `size`."""
+    """Return the smallest repetition factor of KV heads for which `size` divides their number."""
     groups = heads // kv_heads
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
@@ -332,7 +332,7 @@ def _on_all_tokens(
 def _pick_tokens(
     group: dist.ProcessGroup, x: Tensor, labels: Tensor, num_items: float | Tensor
 ) -> tuple[Tensor, Tensor, float | Tensor]:
-    """Select the tokens for which this process computes the loss, an equal share per process.
+    """Select the tokens for which this process computes the loss: an equal number per process.
 
     The loss of each token is scaled by the number of processes, so that the mean over processes,
     like ZeRO's mean of gradients, equals the loss over all tokens.

@@ -154,7 +154,7 @@ class _TileAccumulator:
         self.total[:, :, own] = both
 
     def start_backward(self, grad: Tensor, out: Tensor, total: Tensor) -> None:
-        """Store the output gradient and the results over all keys; zero the gradient buffers."""
+        """Store the output gradient, the output and the log-sum-exp; zero the gradient buffers."""
         self.grad, self.out, self.total = grad, out, total
         self.grad_query = torch.zeros_like(self.query, dtype=self.wide)
         self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=self.wide)
@@ -219,7 +219,8 @@ def attend_causally(query: Tensor, pair: Tensor, share: TokenShare, scale: float
 def attend_to_ends(query: Tensor, pair: Tensor, share: TokenShare, scale: float) -> Tensor:
     """Compute `attend_causally` with kernels that align the last query with the last key.
 
-    Accelerators have such kernels; on a CPU they would materialize the whole mask.
+    Accelerators have such kernels. On a CPU this method would materialize the whole mask, so
+    `attend_causally` is used there.
     """
     from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
 

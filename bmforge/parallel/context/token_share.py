@@ -158,7 +158,7 @@ class TokenShare:
         return self.take(x), rows, inputs
 
     def _cut_bias(self, bias: Tensor) -> Tensor:
-        """Return the bias of this process's tokens or, with `by_heads`, of its heads."""
+        """Return the part of a bias for this process's tokens or, with `by_heads`, heads."""
         if not self.by_heads:
             return self.take(bias, 2)
         heads = bias.shape[1] // self.size
@@ -174,8 +174,8 @@ class MaskWithShare(NamedTuple):
     """Attention mask together with the assignment of tokens to processes.
 
     Args:
-        mask: mask of this process's queries and all keys; the whole mask if attention is sharded
-            by heads or the mask has no dimension of queries.
+        mask: mask of this process's queries and all keys; the whole mask if attention is sharded by
+            heads or the mask is the same for all queries.
         share: token assignment of the sequence.
     """
 
@@ -198,7 +198,7 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Creates a `TokenShare` for any sequence length, from all fields except `length`."""
+    """Creates the `TokenShare` of any sequence length; has all its fields except `length`."""
 
     group: dist.ProcessGroup
     zigzag: bool
@@ -214,7 +214,7 @@ class TokenCut:
         if self.unit > 1 and length % self.unit and torch.is_grad_enabled():
             raise ShapeError(
                 f"sequence_parallel=True needs a number of tokens divisible by tp={self.unit}, "
-                f"but a batch has {length}. Pad the rows, or leave sequence_parallel out."
+                f"but a batch has {length}. Pad the sequences, or leave sequence_parallel out."
             )
         if length < self.group.size() * self.unit:
             return None

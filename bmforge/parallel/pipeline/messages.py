@@ -11,11 +11,12 @@ Tensors may travel over a backend that ignores tags and runs the operations betw
 sequentially, a send ending only when its receive has begun. With such a backend, two adjacent ranks
 that both send first hang: in 1F1B one sends its next activation while the other sends a gradient.
 So both ends follow one order of all messages between them, `order_messages`: a rank that is about
-to send first posts the receives that precede the send in this order. That blocks at most for a
-header, whose sender is earlier in a valid sequential order of all actions, so there is no cyclic
-wait. The pairs of ranks connect before the first step, in sorted order, since the first contact
-blocks both ends. The alternative, batch_isend_irecv of matching sends and receives, would need both
-ends to know which ones match, and the shapes before the batch.
+to send first posts the receives that precede the send in this order. Posting a receive blocks at
+most until its header arrives, and the sender of the header is earlier in a valid sequential order
+of all actions, so no cyclic wait can occur. The pairs of ranks connect before the first step, in
+sorted order, since the first contact blocks both ends. The alternative, batch_isend_irecv of
+matching sends and receives, would need both ends to know which ones match, and the shapes before
+the batch.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class _Spec:
 
 
 def _encode(tensors: Tensors, what: object) -> Tensor:
-    """Encode the header of a message; `what` names the message in errors."""
+    """Encode the header of a message; `what` is the message's name in errors."""
     if len(tensors) > MAX_TENSORS:
         raise ShapeError(
             f"{what} consists of {len(tensors)} tensors (pipeline stages send at most "
@@ -121,7 +122,7 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
 def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise ShapeError(
-            f"{what} is a {type(tensor).__name__} (pipeline stages send only plain tensors and "
+            f"{what} is a {type(tensor).__name__} (pipeline stages send only ordinary tensors and "
             "None)."
         )
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
@@ -145,7 +146,7 @@ def _decode(header: Tensor) -> list[_Spec | None]:
 
 
 class Route:
-    """Messages of a schedule for every pair of ranks, in order; computed once per schedule."""
+    """Ordered messages between each pair of ranks in a schedule; computed once per schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -158,11 +159,11 @@ class Route:
         }
 
     def made_at(self, message: StageMessage) -> int:
-        """Return the position of the action that produces the message in the sender's order."""
+        """Return the index, in the sender's action list, of the action that produces a message."""
         return self._index[tuple(message)]  # type: ignore[index]
 
     def used_at(self, message: StageMessage) -> int:
-        """Return the position of the action that consumes the message in the receiver's order."""
+        """Return the index, in the receiver's action list, of the action that needs a message."""
         return self._index[tuple(message._replace(stage=message.receiver))]  # type: ignore[index]
 
     def peer(self, rank: int, message: StageMessage) -> int:
@@ -199,9 +200,8 @@ class _Outgoing:
 class Wire:
     """Sends and receives the messages of one execution of a schedule.
 
-    Sends return at once. The tensors of a message are released when a message arrives that its
-    receiver has sent afterwards. Only the messages that are in flight in the schedule thus occupy
-    memory.
+    Sends return at once. The tensors of a sent message are released as soon as a message that its
+    receiver sent later arrives. Thus only the messages in flight occupy memory.
     """
 
     def __init__(self, route: Route, link: Link) -> None:

@@ -1,4 +1,4 @@
-"""Pipelined model: this rank's stages, training steps, plain calls and shared parameters.
+"""Pipelined model: this rank's stages, training steps, other calls and shared parameters.
 
 The model remains one module with the same parameter names, but has only this rank's blocks. Every
 stage runs the model's own forward: `span`, set on each stack, selects the blocks, and `arrived`
@@ -63,7 +63,7 @@ class PipelinedModel:
         mesh: mesh with all axes.
         schedule: name of the schedule and stages per rank.
         shared: parameters that exist on several stages, see `stages.drop_the_rest_`.
-        slices: slice the messages between stages over the axis `tp`.
+        slices: send the messages between stages in slices, one per process of the axis `tp`.
         splits: allow splitting backward into input gradients and weight gradients; False if blocks
             are sharded, compiled or recomputed.
         frees: free the gathered parameters after every backward, not at the end of the step.
@@ -140,7 +140,7 @@ class PipelinedModel:
         return self.mesh["pp"].get_group()
 
     def _all_sets(self, owners: Sequence[int]) -> list[list[int]]:
-        """Return the sets of ranks that share modules or parameters, the same on every rank."""
+        """Return all sets of ranks that share modules or parameters (equal on every rank)."""
         sets = {tuple(sorted({owners[s] for s in homes})) for homes in self.cutting.homes.values()}
         return [list(ranks) for ranks in sorted(sets) if len(ranks) > 1]
 
@@ -189,7 +189,7 @@ class PipelinedModel:
             return inner(*args, **kwargs)
         if torch.is_grad_enabled():
             raise ConfigError(
-                "a pipelined model cannot compute gradients in a plain forward call. Use the "
+                "a pipelined model cannot compute gradients in a direct forward call. Use the "
                 "Trainer or run_step to train, or torch.no_grad for a call without gradients."
             )
         if kwargs.get("output_hidden_states"):
@@ -217,7 +217,7 @@ class PipelinedModel:
         raise AssertionError("a pipeline stage ran outside of a training step.")
 
     def _least(self) -> int:
-        """Smallest number of micro-batches with which the schedule can run."""
+        """Minimum number of micro-batches of the schedule."""
         name, per_rank = self.schedule
         size = self.mesh["pp"].size()
         return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
@@ -257,7 +257,7 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
         model: model whose gradients are computed.
         run: function that calls the model on one micro-batch and returns the loss; in a
             pipeline, only the last stage returns a loss.
-        micro_batches: micro-batches of this process's rows.
+        micro_batches: this process's micro-batches.
 
     Returns:
         detached losses of the micro-batches; in a pipeline only on the rank of the last stage

@@ -40,9 +40,9 @@ class Stage(Protocol):
             micro_batch: complete micro-batch; every stage uses the fields that it needs.
 
         Returns:
-            inputs of the next stage, up to 16 plain tensors of any dtype and shape, or None in
-            place of a tensor. The last stage returns the scaled loss, a scalar; in
-            `run_forward_only` any tensor or tuple.
+            inputs of the next stage, up to 16 tensors of any dtype and shape, or None in place of a
+            tensor. The last stage returns the scaled loss, a scalar; in `run_forward_only` any
+            tensor or tuple.
         """
         ...
 
@@ -75,11 +75,11 @@ class Pipeline:
         stages: dict from stage index to `Stage`, for the stages on this rank.
         link: connection to the other ranks.
         sync: function called as sync(stage, is_last) before each backward of a stage; `is_last` is
-            True once per step, before the backward that completes the stage's gradients. It
-            configures modules that reduce gradients in backward (FSDP2: set_requires_gradient_sync,
-            set_reshard_after_backward, set_is_last_backward). If backward is split, the last
-            backward then runs unsplit, since such modules need one complete backward; that costs
-            one more input gradient per stage and step.
+            True once per step, before the backward that completes the stage's gradients. The
+            function configures modules that reduce gradients in backward (FSDP2:
+            set_requires_gradient_sync, set_reshard_after_backward, set_is_last_backward). If
+            backward is split, the last backward then runs unsplit, since such modules need one
+            complete backward; that costs one more input gradient per stage and step.
         split: stages whose backward is split into input and weight gradients if the schedule has
             these actions; None for all. The other stages run the full backward at the
             input-gradient action. Exclude stages with sharded or compiled blocks or an in-place
@@ -156,8 +156,8 @@ class Pipeline:
             share: broadcast the results to every rank.
 
         Returns:
-            outputs of the last stage per micro-batch, always as tuples, on `last_rank`, or with
-            `share` on every rank; [] elsewhere
+            outputs of the last stage per micro-batch, always as tuples, on `last_rank` or, with
+            `share`, on every rank; [] on other ranks
         """
         schedule = forward_only(self.schedule, len(micro_batches))
         run = self._start(Route(schedule), micro_batches)

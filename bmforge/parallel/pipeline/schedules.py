@@ -1,7 +1,7 @@
 """Pipeline schedules as data: the order of forward and backward actions of every rank.
 
-A schedule is one list of actions per rank and the rank of every stage. This module is independent
-of models and process groups: `run.py` executes the lists, `replay.py` simulates them.
+A schedule consists of a list of actions per rank, and the rank of every stage. This module is
+independent of models and process groups: `run.py` executes the lists, `replay.py` simulates them.
 
 Source: GPipe, Huang et al. 2018; 1F1B and interleaved 1F1B, Narayanan et al. 2021 (2104.04473);
 zero bubble (ZB-H1, interleaved) and ZBV, Qi et al. 2023 (2401.10241); DualPipeV, DeepSeek-V3 2024
@@ -225,7 +225,7 @@ def _dualpipev(w: _Writer) -> None:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Function that builds a named schedule, and the requirements of the schedule."""
+    """Function that builds a schedule, and the numbers of stages and ranks that it requires."""
 
     write: Callable[[_Writer], None]
     placement: Literal["loop", "v"] = "loop"

@@ -1,14 +1,15 @@
 """Backward split into two parts: the input gradient now, the weight gradients later.
 
 Zero-bubble schedules send a stage's input gradient as early as possible and fill idle time with
-weight gradients. The first part records the gradients at the joints, the graph nodes at which
-weights meet the path from the input to the outputs; the second part starts at the joints and
-computes only the weight gradients. Weights with several joints (tied weights, a bias shared by
+weight gradients. The first part records the gradients at the split nodes, the graph nodes at which
+weights meet the path from the input to the outputs; the second part starts at the split nodes and
+computes only the weight gradients. Weights with several split nodes (tied weights, a bias shared by
 layers), and weights connected to an output outside this path, also get their full gradient.
 
-Memory: the graph of the stage lives until the second part. Compute: one autograd call per joint in
-the second part. With recomputed activations each call recomputes them, and a compiled block is a
-single node that would run twice; do not split the backward of such blocks (`Pipeline(split=())`).
+Memory: the graph of the stage lives until the second part. Compute: one autograd call per split
+node in the second part. With recomputed activations each call recomputes them, and a compiled block
+is a single node that would run twice; do not split the backward of such blocks
+(`Pipeline(split=())`).
 
 Source: the idea of stage_backward_input and stage_backward_weight in torch.distributed.pipelining,
 Qi et al. 2023 (2401.10241); reimplemented because torch 2.13 omits the gradients of weights that
@@ -35,10 +36,10 @@ Grads = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class _Group:
-    """Weights whose gradients depend on the same joints and outputs."""
+    """Weights whose gradients depend on the same split nodes and outputs."""
 
     leaves: list[Node]
-    joints: set[Node]
+    split_nodes: set[Node]
     outputs: set[Node]  # graph roots that lie off the path from the input
 
 
@@ -49,14 +50,14 @@ class WeightBackward:
     Args:
         outputs: gradient edges at which the backward starts.
         grads: gradient of every output.
-        arrived: gradients of every joint, from the input-gradient part.
+        node_grads: gradients at every split node, from the input-gradient part.
         groups: groups of weights to process; None if the input-gradient part was skipped, so that
             `run` computes the complete backward.
     """
 
     outputs: Sequence[GradientEdge]
     grads: Sequence[Tensor]
-    arrived: dict[Node, Grads] = field(default_factory=dict)
+    node_grads: dict[Node, Grads] = field(default_factory=dict)
     groups: list[_Group] | None = None
 
     def run(self, *, all_groups: bool = False) -> None:
@@ -70,16 +71,16 @@ class WeightBackward:
             if self.outputs:
                 torch.autograd.backward(self.outputs, self.grads)
         else:
-            # Groups with several joints pass graph nodes that other groups still need.
-            for group in sorted(self.groups, key=lambda g: len(g.joints), reverse=True):
+            # Groups with several split nodes pass graph nodes that other groups still need.
+            for group in sorted(self.groups, key=lambda g: len(g.split_nodes), reverse=True):
                 self._run_group(group)
-        self.groups, self.outputs, self.grads, self.arrived = [], (), (), {}
+        self.groups, self.outputs, self.grads, self.node_grads = [], (), (), {}
 
     def _run_group(self, group: _Group) -> None:
         starts = [
-            (GradientEdge(joint, slot), grad)
-            for joint in group.joints
-            for slot, grad in enumerate(self.arrived.get(joint, ()))
+            (GradientEdge(split_node, slot), grad)
+            for split_node in group.split_nodes
+            for slot, grad in enumerate(self.node_grads.get(split_node, ()))
             if grad is not None
         ]
         starts += [
@@ -89,11 +90,11 @@ class WeightBackward:
         ]
         if not starts:
             return
-        shared = len(group.joints) > 1
+        shared = len(group.split_nodes) > 1
         with ExitStack() as hooks:
-            # Between joints the input's gradient would flow again; it is already in `arrived`.
-            for joint in group.joints if shared else ():
-                _hook(hooks, joint, partial(_replace, self.arrived[joint]))
+            # Between split nodes the input's gradient would flow again; `node_grads` has it.
+            for split_node in group.split_nodes if shared else ():
+                _hook(hooks, split_node, partial(_replace, self.node_grads[split_node]))
             torch.autograd.backward(
                 [edge for edge, _ in starts],
                 [grad for _, grad in starts],
@@ -123,12 +124,12 @@ def backward_input(
     path = _reachable(sources, above)
     leaves = [node for node in above if hasattr(node, "variable") and node not in sources]
     groups = _group(leaves, above, path, {edge.node for edge in outputs} - path)
-    arrived: dict[Node, Grads] = {}
+    node_grads: dict[Node, Grads] = {}
     with ExitStack() as hooks:
-        for joint in {joint for group in groups for joint in group.joints}:
-            _hook(hooks, joint, partial(arrived.__setitem__, joint))
+        for split_node in {split_node for group in groups for split_node in group.split_nodes}:
+            _hook(hooks, split_node, partial(node_grads.__setitem__, split_node))
         torch.autograd.backward(outputs, grads, inputs=inputs, retain_graph=True)
-    return WeightBackward(outputs, grads, arrived, groups)
+    return WeightBackward(outputs, grads, node_grads, groups)
 
 
 def _hook(stack: ExitStack, node: Node, function: Callable[[Any], Any]) -> None:
@@ -158,7 +159,7 @@ def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _reachable(
     starts: Iterable[Node], above: Mapping[Node, list[Node]], stop: Iterable[Node] = ()
 ) -> set[Node]:
-    """Return all nodes reachable upwards from `starts`, up to and including the nodes in `stop`."""
+    """Return all nodes reachable from `starts` through `above`, ending at the nodes in `stop`."""
     seen = {start for start in starts if start in above}
     todo, ends = list(seen), set(stop)
     while todo:
@@ -173,14 +174,14 @@ def _reachable(
 def _group(
     leaves: Iterable[Node], above: Mapping[Node, list[Node]], path: set[Node], loose: set[Node]
 ) -> list[_Group]:
-    """Group weights that have the same joint, or the same output outside the path."""
-    groups: dict[Node, _Group] = {}  # by joint or output
+    """Group weights that have the same split nodes, or the same output outside the path."""
+    groups: dict[Node, _Group] = {}  # by split node or output
     for leaf in leaves:
         reached = _reachable([leaf], above, path)
         group = _Group([leaf], reached & path, reached & loose)
         for other in {id(g): g for n in reached if (g := groups.get(n))}.values():
             group.leaves += other.leaves
-            group.joints |= other.joints
+            group.split_nodes |= other.split_nodes
             group.outputs |= other.outputs
-        groups.update(dict.fromkeys(group.joints | group.outputs, group))
+        groups.update(dict.fromkeys(group.split_nodes | group.outputs, group))
     return list({id(group): group for group in groups.values()}.values())

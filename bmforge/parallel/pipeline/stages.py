@@ -23,7 +23,7 @@ __all__ = ["Cutting", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cut
 
 
 class PipelineRules(Protocol):
-    """Interface of the rules for splitting a model into stages: see `models.LayoutRules`."""
+    """Interface of the rules for splitting a model into stages; see `models.LayoutRules`."""
 
     @property
     def stacks(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _best_cut(
     cost_of: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Find the cheapest partition by dynamic programming; return its cost and stage sizes."""
+    """Find the partition of lowest cost by dynamic programming; return cost and stage sizes."""
     # best[s][n]: cost of s stages over the first n blocks, and the first block of the last stage.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
@@ -140,7 +140,7 @@ def plan_cutting(
 
 
 def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator[tuple[str, Span]]:
-    """Yield, per stack, the range of its blocks among the blocks `begin` to `end` of all stacks."""
+    """Yield, per stack, the range of its blocks within blocks `begin` to `end` of all stacks."""
     offset = 0
     for name, stack in stacks.items():
         total = len(stack)
@@ -177,7 +177,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
 def _homes(
     model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
 ) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield the name and the stages of each module or parameter that is assigned as a whole."""
+    """Yield the name and the stages of each module or parameter that is not split further."""
     everywhere = range(len(spans))
     parents = {parent for name in rules.stacks for parent in _parents(name)}
     for stack in rules.stacks:
@@ -203,7 +203,7 @@ def _homes(
 
 
 def _parents(name: str) -> list[str]:
-    """Return the names of all modules that contain a module, down from the root ("")."""
+    """Return the names of all modules that contain a module, beginning with the root ("")."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
 

@@ -25,7 +25,7 @@ __all__ = ["DryRun", "RankMemory", "dry_run", "join_fakes"]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Blocks and parameters of one process.
+    """Numbers of blocks and parameters of one process.
 
     Args:
         rank: global rank.
@@ -47,7 +47,7 @@ class DryRun:
     """Result of a dry run.
 
     Args:
-        axes: length of every mesh axis, slowest first.
+        axes: length of every mesh axis, outermost first.
         parameters: number of parameters of the whole model; tied parameters count once.
         holders: number of processes over which one copy of the parameters is sharded.
         shares: memory of the first process of every pipeline rank; that of the rank's other
@@ -66,7 +66,8 @@ def dry_run(
     """Build a layout for `world_size` processes in a single process, without allocating weights.
 
     Args:
-        build_model: function that builds the model on meta; called once per pipeline rank.
+        build_model: function that builds the model on the meta device; called once per pipeline
+            rank.
         layout: degrees of parallelism.
         world_size: number of processes.
         options: further arguments of `parallelize`.

@@ -1,4 +1,4 @@
-"""Estimate of memory and step time of one training configuration on given machines."""
+"""Estimates memory and step time of a training configuration on given machines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PlanRequest:
         precision: fp32, bf16 or fp16.
         offload: allow offloading optimizer states to the host.
         compiled: whether blocks are compiled.
-        residents: frozen models and buffers besides the trained model.
+        residents: frozen models and buffers in memory in addition to the trained model.
     """
 
     workload: Workload
@@ -190,7 +190,7 @@ class Estimator:
         return self.traces[setting]
 
     def _residents(self, layout: Layout, shards: int, unused: float) -> dict[str, float]:
-        """Return the bytes that every frozen model and buffer adds to the peak of a process.
+        """Return the bytes that every frozen model and buffer adds to a process's peak memory.
 
         Args:
             layout: layout of the run.
@@ -213,7 +213,7 @@ class Estimator:
         return sum(each.bytes_per_process(parts) for each in offloaded)
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
-        """Return the blocks, and the modules before and after them, of every pipeline rank."""
+        """Return the number of blocks, and the modules around them, of every pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
         alike = Layout(
@@ -239,8 +239,8 @@ class Estimator:
         batch = self.request.batch
         if batch % (replicas * choice.rows):
             raise ConfigError(
-                f"a batch of {batch} rows does not divide into {replicas} data-parallel processes "
-                f"with micro-batches of {choice.rows} rows."
+                f"a batch of {batch} sequences does not divide into {replicas} data-parallel "
+                f"processes with micro-batches of {choice.rows} sequences."
             )
         return batch // (replicas * choice.rows)
 
@@ -302,7 +302,7 @@ class Estimator:
         shards: int,
         ranks: Sequence[Rank],
     ) -> tuple[Times, float]:
-        """Return the times of the slowest rank, and the most trained parameters on any rank."""
+        """Return the slowest rank's times, and the largest trained parameter count of any rank."""
         layout, request = choice.layout, self.request
         work = [count_work(trace, rank.counts, rank.last) for rank in ranks]
         seconds = [
@@ -341,7 +341,7 @@ class Estimator:
         return times, max(trained)
 
     def least_static(self, choice: TrainingSetup) -> float:
-        """Return the bytes of the parameters and optimizer states alone, without tracing."""
+        """Return the bytes of the parameters and optimizer states; this needs no trace."""
         if self._counts is None:
             self._counts = _count(self.request.workload)
         layout = choice.layout

@@ -1,8 +1,9 @@
 """Cache of operator results on fake tensors, keyed by the metadata of the arguments.
 
 A trace has thousands of operators, and most of them repeat those of the previous layout with other
-shapes. torch computes the metadata of every result again, and its own cache is nearly as slow. This
-cache maps an operator and the metadata of its arguments directly to the metadata of the results.
+shapes. torch recomputes the metadata of every result, and its own cache is nearly as slow as that.
+This cache maps an operator and the metadata of its arguments directly to the metadata of the
+results.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _learn_on_meta(
 
 
 def _blank(fake: Tensor) -> Tensor:
-    """Return a meta tensor with the metadata of a fake tensor."""
+    """Return a meta tensor with the metadata (shape, strides, dtype) of a fake tensor."""
     blank = torch.empty(0, dtype=fake.dtype, device="meta")
     return blank.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())  # type: ignore[call-overload,no-any-return]
 
@@ -170,11 +171,11 @@ def _learn(
     """Return a function (arguments, mode) that reproduces the result `out`; None if impossible.
 
     Args:
-        out: result of the operator: fake tensors, or plain tensors on meta.
+        out: result of the operator: fake tensors, or tensors on the meta device.
         args: positional arguments of the call, with the same kind of tensors.
         kwargs: keyword arguments of the call, with the same kind of tensors.
         mode: mode of the fake tensors.
-        device: device of the fake tensors to create, if the tensors are plain.
+        device: device of the fake tensors to create, if the tensors are meta tensors.
     """
     if out is None:
         return lambda args, mode: None

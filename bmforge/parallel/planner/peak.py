@@ -4,7 +4,7 @@ Between the start of one block and the start of the next, a middle block adds th
 time. The memory curve of a deeper model is therefore that of the short model plus this difference
 for each further block, at the end of the second block in forward and in backward. Over the added
 blocks the curve is linear in the block index, so its maximum is at one of its ends, and both were
-traced. For blocks of other kinds the difference of separate traces is added; the first and last
+traced. For blocks of other kinds, the difference from a separate trace is added; the first and last
 block are assumed to be of the first kind. Stacks are counted separately, as a pipeline rank may
 have many blocks of the encoder and none of the decoder.
 """
@@ -119,7 +119,7 @@ def _further(trace: StepTrace, counts: Counts) -> Iterator[tuple[StepTrace, dict
 
 
 def _live(trace: StepTrace, ends: set[int]) -> Curve:
-    """Return the live bytes after every event, by category."""
+    """Return the number of live bytes after every event, by category."""
     live = np.zeros((len(trace.events) + 1, len(PARTS)))
     change, part, end = np.array(trace.events, dtype=np.int64).reshape(-1, 3).T
     live[np.arange(1, len(live)), part] = np.where(np.isin(end, list(ends)), change, 0)
@@ -135,7 +135,7 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 
 
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    """Return the memory curves that the untraced blocks add, before or after the middle block."""
+    """Return the memory curves of the untraced blocks, run before or after the middle block."""
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for marks, step in zip(_steps(trace), _steps(each), strict=True):
@@ -151,7 +151,7 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
 
 
 def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
-    """Yield the begin and end marks of the middle block's forward and backward, per micro-batch."""
+    """Yield the marks of begin and end of the middle block's forward and backward."""
     by_position = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
     for (number, stack, kind, block), mark in by_position.items():
         if block == 1:
@@ -221,7 +221,7 @@ def count_parameters(trace: StepTrace, counts: Counts, ends: int = 2) -> tuple[f
     Args:
         trace: trace of the model with three blocks.
         counts: number of blocks of the rank.
-        ends: number of model ends (modules before or after the blocks) on the rank.
+        ends: number of model ends (the modules before and those after the blocks) on the rank.
     """
     outside = [float(total) for total in (trace.static, trace.trained)]
     for stack in trace.block_static:

@@ -38,7 +38,7 @@ def cut_ranks(model: nn.Module, layout: Layout, order: Sequence[int]) -> tuple[R
     """Partition a model over pipeline ranks as `parallelize` does.
 
     Args:
-        model: whole model on meta.
+        model: whole model on the meta device.
         layout: degrees of parallelism; without a pipeline one rank has everything.
         order: kind of every layer, the same in all stacks; empty if there is one kind.
 

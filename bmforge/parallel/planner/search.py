@@ -124,7 +124,7 @@ def plan(
 
 
 def _find_least(rows: Sequence[PlanRow], estimator: Estimator) -> PlanRow | None:
-    """Estimate the best layout with micro-batches of one sequence and recompute."""
+    """Estimate the best layout for micro-batches of one sequence with recompute."""
     if not rows or not rows[0].traced:
         return None
     choice = TrainingSetup(rows[0].choice.layout, 1, recompute=True)
@@ -203,8 +203,8 @@ class _LayoutEstimator:
             near = batch // replicas * replicas
             nearest = " or ".join(str(n) for n in (near, near + replicas) if n)
             raise ConfigError(
-                f"a batch of {batch} rows does not divide evenly among {replicas} data-parallel "
-                f"processes (nearest: {nearest})."
+                f"a batch of {batch} sequences does not divide evenly among {replicas} "
+                f"data-parallel processes (nearest: {nearest})."
             )
         return batch // replicas
 

@@ -33,7 +33,7 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return the bytes of the selected tensors: in total, per block of each stack, and per end.
+    """Return the bytes of a process: in total, per block of each stack, and per end.
 
     The ends are the modules before the first and after the last block, such as embedding and head.
     A tensor that both ends use, such as a tied head, is counted in the total but not per end.
@@ -56,7 +56,7 @@ def held_bytes(
 
 
 def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Return the names of the modules before the blocks and of those after the blocks."""
+    """Return two lists of module names: before the blocks, and after the blocks."""
     ends = []
     rules: Any = getattr(model, "layout_rules", None)
     for globs in (rules().pipeline_first, rules().pipeline_last) if callable(rules) else ((), ()):

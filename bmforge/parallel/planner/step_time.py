@@ -69,7 +69,7 @@ class TrainingEngine:
             in forward, backward and recomputation; an all-reduce counts as two.
         reduces_once: whether gradients are reduced only after the last micro-batch.
         gathered_bytes: additional bytes per micro-batch that tensor parallelism all-gathers, such
-            as the full logits; 0 for bmforge, which keeps logits sharded.
+            as the full logits (0 for bmforge, which keeps logits sharded).
     """
 
     collectives: tuple[int, int, int] = (4, 4, 4)

@@ -62,7 +62,7 @@ _COPIED = {
 
 @dataclass
 class _Storage:
-    """Live storage: its size, purpose, owner, and the events that refer to it."""
+    """Live storage: its size, its category, its owner, and the events that refer to it."""
 
     ref: Any
     size: int
@@ -96,7 +96,7 @@ class Follower(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on plain tensors and record its results."""
+        """Run an operator, and record the storages of its results."""
         if func is _DEVICE:  # the most frequent call of autograd on fake tensors
             return args[0].device
         if _has_shards(types):
@@ -116,10 +116,10 @@ class Follower(TorchDispatchMode):
         return out
 
     def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
-        """Yield only the first two pieces of every size, and multiply the cost of the second.
+        """Yield only the first two pieces of every size; count the second for all later ones.
 
         Used for loops that do the same work for every piece of one size: later iterations use as
-        much memory as the second one, so only the work has to be multiplied.
+        much memory as the second one, so only the operator costs are multiplied.
         """
         counts: dict[Hashable, int] = {}
         recorded = []
@@ -137,13 +137,13 @@ class Follower(TorchDispatchMode):
                 self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Register the storages of tensors that existed before tracing."""
+        """Register the storages of tensors that exist before the trace starts."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
 
     def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
-        """Set the purpose and owner of storages that are already recorded."""
+        """Set the category and owner of storages that are already recorded."""
         self.note_resizes()
         for tensor in tensors:
             record = self.alive.get(tensor.untyped_storage()._cdata)
@@ -232,7 +232,7 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def _part_of_caller(above: int) -> int:
-    """Return the purpose of an allocation, inferred from the file that called the operator."""
+    """Return the category of an allocation, inferred from the file that called the operator."""
     frame: Any = sys._getframe(above)
     for _ in range(_FRAMES):
         if frame is None:

@@ -192,7 +192,7 @@ def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrac
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context manager: suppress log messages and warnings, which would repeat for every layout."""
+    """Context manager: suppress log messages and warnings, which are the same for every layout."""
     logger, level = get_logger(), get_logger().level
     logger.setLevel(logging.ERROR)
     try:
@@ -268,7 +268,7 @@ def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]
 
 @torch.no_grad()
 def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> None:
-    """Set the purpose and owner of the storages of gradients and gathered parameters."""
+    """Set the category and owner of the storages of gradients and gathered parameters."""
     for p in model.parameters():
         if p.grad is not None:
             follower.assign([local_tensor(p.grad)], _GRADIENTS, owners.get(id(p), INSIDE))

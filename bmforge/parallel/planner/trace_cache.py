@@ -111,7 +111,7 @@ def _hash(value: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Return a hash of the traced source code."""
+    """Return a hash of the source code on which traces depend."""
     root = Path(bmforge.__file__).parent
     digest = hashlib.sha256()
     for room in _TRACED:

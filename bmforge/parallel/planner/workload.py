@@ -16,7 +16,7 @@ __all__ = ["Resident", "Workload"]
 
 @dataclass(frozen=True)
 class Resident:
-    """A frozen model or a buffer that stays in memory besides the trained model.
+    """A frozen model or a buffer that is in memory in addition to the trained model.
 
     Args:
         name: name of its category in memory tables, such as "reference".
@@ -33,7 +33,7 @@ class Resident:
     is_offloaded: bool = False
 
     def bytes_per_process(self, shards: int) -> float:
-        """Return the bytes on one of `shards` processes that hold the trained model together."""
+        """Return the bytes on each of the `shards` processes that share one copy of the model."""
         return self.nbytes / shards if self.is_sharded else float(self.nbytes)
 
 
@@ -44,18 +44,19 @@ class Workload:
     Args:
         name: display name.
         build: function (blocks per stack) -> model on the meta device, with equal blocks.
-        make_batch: function (rows) -> one micro-batch.
+        make_batch: function (number of sequences) -> one micro-batch.
         run: function (model, micro-batch) -> loss.
-        materialize: function that allocates a model on meta, in place.
+        materialize: function that allocates a model on the meta device, in place.
         depth: blocks per stack of the whole model.
-        row_tokens: tokens per row.
+        row_tokens: tokens per sequence.
         hidden_size: width of the hidden states between blocks.
         flops_per_token: FLOPs of forward and backward of the whole model, without recomputation.
-        whole: function that builds the whole model on meta; used for the pipeline partition.
+        whole: function that builds the whole model on the meta device; used for the pipeline
+            partition.
         kinds: pair for every further kind of block: function that builds the model with such
             blocks, and the number of these blocks in every stack.
         around: function (memory tracker) -> context manager that is active during tracing, for
-            example to shorten loops.
+            example to trace fewer iterations of loops.
         order: index of every layer's kind, 0 for that of `build`; empty if all layers are of
             this kind.
         key: unique text of the workload for the trace cache; "" disables caching.

@@ -155,7 +155,7 @@ def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut 
 
 
 def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
-    """Return the sharded dim of each parameter, by an adapter's `tensor_notes` or the style."""
+    """Return the sharded dim of each parameter, from the style or an adapter's `tensor_notes`."""
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
@@ -191,7 +191,7 @@ def apply_tensor_parallel_(
     Args:
         model: model with rules.
         styles: dict from module name to `Cut`; see `find_cuts`.
-        stacks: containers of blocks that run in sequence.
+        stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.
         sequence: shard the tokens between sublayers as well (sequence parallelism).
 
@@ -231,7 +231,7 @@ def apply_tensor_parallel_(
 
 
 def _view_parameters_of_children_(model: nn.Module) -> None:
-    """Let modules of other libraries read a replicated parameter of a child as a plain tensor.
+    """Let modules of other libraries read a child's replicated parameter as a local tensor.
 
     A Mamba mixer, for instance, reads the weight of its convolution without calling it. Blocks (the
     items of a ModuleList) are skipped, because ZeRO gathers their parameters only while they run.
@@ -265,7 +265,7 @@ def _cut_parameters_(
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
-    """Turn a module's own parameters into DTensors; yield each name and view for computation."""
+    """Turn a module's own parameters into DTensors; yield each name and its local view."""
     dims = _dims_of(module, cut)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
     is_cut = cut is not None and bool(CUT_DIMS[cut.style])

@@ -71,11 +71,11 @@ class TensorGroup:
         return sum_scatter_tokens(self.pad(x), self.group)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's shard of replicated tokens."""
+        """Return this rank's shard of a replicated tensor's tokens."""
         return take_tokens(self.pad(x), self.group)
 
     def restore(self, x: Tensor) -> Tensor:
-        """All-gather the tokens for replicated computation."""
+        """All-gather the tokens, for a module that all ranks compute in full."""
         return gather_tokens(x, self.group, summed=False)[:, : self.tokens]
 
     def pad(self, x: Tensor) -> Tensor:
@@ -89,11 +89,11 @@ class TensorGroup:
         return local if self.tokens is None else sum_backward(local, self.group)
 
     def view_of_heads(self, parameter: Tensor) -> Tensor:
-        """Return a replicated parameter that each rank uses for its heads; sums its gradient."""
+        """Return a replicated parameter that is used for this rank's heads; sums its gradient."""
         return sum_backward(view_here(parameter), self.group)
 
     def view_shared_head(self, heads: int, parameter: Tensor) -> Tensor:
-        """Return the weight rows of this rank's KV head if there are fewer heads than processes."""
+        """Return the rows of this rank's KV head if there are fewer heads than processes."""
         rows = parameter.shape[0] // heads
         first = self.rank * heads // self.size * rows
         return self.view_of_heads(parameter)[first : first + rows]
@@ -141,7 +141,7 @@ def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -
 
 
 def _apply_whole_(module: nn.Module, tensor: TensorGroup) -> None:
-    """Make a replicated sublayer read all tokens and return those of this rank."""
+    """Make a replicated sublayer read all tokens, and return the tokens of this rank."""
     wrap_forward_(module, partial(_run_all_tokens, tensor), "part")
 
 
@@ -156,7 +156,7 @@ def _run_all_tokens(
 def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
     """Make a module use different random numbers on each rank, for example for dropout.
 
-    The seed comes from the default generator, which stays equal on all ranks; recomputation
+    The seed comes from the default generator, whose state is the same on all ranks; recomputation
     therefore repeats the same numbers.
     """
     wrap_forward_(module, partial(_draw_apart, module, tensor.rank), "draws")
@@ -172,7 +172,7 @@ def _draw_apart(
 
 
 def hide(parameter: Tensor) -> None:
-    """Return None instead of the bias, which is added after the all-reduce."""
+    """Return None as a layer's bias during its product; the bias is added after the all-reduce."""
 
 
 def add_up_(module: Any, tensor: TensorGroup) -> None:

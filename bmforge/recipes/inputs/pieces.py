@@ -122,7 +122,7 @@ def open_pieces(
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
-    """Load a run's tokenizer: that of ``data.tokenizer``, `init_from`, or the prepared text.
+    """Load the tokenizer of a run: that of ``data.tokenizer``, `init_from`, or the prepared text.
 
     Args:
         config: a `RunConfig` with `data` and `model`.
@@ -152,7 +152,7 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
 
 
 def find_tokenizer(config: Any) -> Path:
-    """Return the directory of a run's tokenizer; see `open_tokenizer`.
+    """Return the tokenizer directory of a run; see `open_tokenizer`.
 
     Raises:
         ConfigError: the run has no tokenizer.

@@ -141,7 +141,7 @@ def _end_of(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_start(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Encode the beginning of a plain text, preceded by one BOS token if the tokenizer has one."""
+    """Encode the beginning of a text, preceded by one BOS token if the tokenizer has one."""
     ids, prefix = tokenizer.encode(text), tokenizer.prompt_prefix
     return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
@@ -153,13 +153,16 @@ def _finish(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _label(ids: list[int], prompt: int) -> EncodedRow:
-    """Return a sequence with labels on the tokens after the prompt, except on the first token."""
+    """Return a sequence whose labels are the tokens after the prompt.
+
+    The first token of a sequence never has a label, because nothing predicts it.
+    """
     prompt = max(prompt, 1)
     return EncodedRow(ids, [IGNORE_INDEX] * min(prompt, len(ids)) + ids[prompt:])
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
-    """Encode a plain prompt with its answer; the prompt has the same ids as in generation."""
+    """Encode a text prompt with its answer; the prompt has the same ids as in generation."""
     before, joined = encode_start(prompt, tokenizer), encode_start(prompt + answer, tokenizer)
     fits = joined[: len(before)] == before
     after = joined[len(before) :] if fits else tokenizer.encode(answer)

@@ -64,7 +64,7 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
 def open_words(
     config: Any, task: BenchmarkTask, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
-    """Build a run's verbalizer; with several masks in the template, it scores all masks."""
+    """Build the verbalizer of a run; with several masks in the template, it scores all masks."""
     words = find_words(config, task, example)
     if example.choices:
         if config.verbalizer_class:
@@ -104,7 +104,7 @@ def _open_own_words(config: Any, words: dict[str, list[str]], tokenizer: Tokeniz
 
 
 def describe_template(config: Any, tokenizer: Tokenizer, text: str) -> Template:
-    """Build the template for a model on meta, including its soft tokens."""
+    """Build the template for a model on the meta device, including its soft tokens."""
     sizes = with_changes(config)
     model = family_of(sizes).from_config(sizes, device="meta")
     behind = getattr(config, "behind", "refuse")

@@ -1,4 +1,4 @@
-"""Reads CPM-Pretrain's preprocessed T5 corpora, whose spans were cut out in advance.
+"""Reads CPM-Pretrain's preprocessed T5 corpora, with span corruption already applied.
 
 There are three token stores: ``PREFIX_context`` has the texts with a sentinel in place of every
 span, ``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` the offsets

@@ -167,7 +167,7 @@ def iter_documents(
     batch_size: int,
     task: str = "",
 ) -> Iterator[RowBatch]:
-    """Pack all documents in order, and yield them once as batches; the last may be smaller.
+    """Pack all documents in order and yield the batches; the last batch may be smaller.
 
     Raises:
         DataError: see `encode_document`; documents longer than the window are not skipped.

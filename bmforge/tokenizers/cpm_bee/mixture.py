@@ -241,7 +241,7 @@ class TaskMixture:
         return skipped
 
     def _name_reason(self, number: int, error: DataError) -> str:
-        """Return the reason why a sample is skipped; record the first error for each reason."""
+        """Return the reason for skipping a sample; record the first error for each reason."""
         reason = reason_of(error)
         self.instances_of.setdefault(reason, self._describe(number, error).rstrip("."))
         return reason

@@ -213,7 +213,7 @@ def _tokens_of(
 def _banned(
     extension: Extension, tokenizer: CPMBeeTokenizer, numbers: Mapping[Token, int], count: int
 ) -> tuple[int, ...]:
-    """Return the output ids that must not be generated for a prompt.
+    """Return the output ids that the model must not generate for a prompt.
 
     These are ``<pad>``, ``<s>``, ``<unk>`` if the document does not contain it, and extension
     tokens of other documents.

@@ -49,7 +49,7 @@ def translate_text(text: str, prompt: str = "中翻英", answer: str = "") -> Do
 def rate_text(
     text: str, question: str = "评分是多少？", lowest: int = 1, highest: int = 5, answer: str = ""
 ) -> Document:
-    """Build a document that asks for a rating of `text` between `lowest` and `highest`.
+    """Build a document whose answer is a rating of `text` between `lowest` and `highest`.
 
     Raises:
         DataError: the range does not have 2 to 11 ratings, or `answer` is outside of the range.

@@ -148,7 +148,7 @@ class CPMBeeTokenizer(Tokenizer):
         return [unknown if id in table else id for id in ids] if table else ids
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of texts in which every ``<`` is a plain character."""
+        """Return the token ids of texts in which every ``<`` is a character."""
         return [self.encode(self.escape(text)) for text in texts]
 
     def encode_extended(

@@ -206,7 +206,7 @@ def _verify_together(path: Path, peers: Peers) -> dict[str, Any]:
 
 
 class Checkpointer:
-    """Saves a run's checkpoints in the background and deletes old ones.
+    """Saves the checkpoints of a run in the background and deletes old ones.
 
     Creating, saving, loading and closing are collective. A save that fails (full disk, ...) is
     logged and stored in `last_error`; the run continues, and the last valid checkpoint is kept. If

@@ -44,7 +44,7 @@ class Away:
         steps: number of updates so far.
         left: offloaded gradient, if gradients are offloaded during backward.
         tickets: handles of the last step's pending copies to the device.
-        changed: function to call at the beginning of a step, if any.
+        changed: callback at the beginning of a step, if any.
         early: gradient of the step during which the parameter was offloaded.
     """
 

@@ -270,7 +270,10 @@ class StateOffload:
         return sum(SpillFile.rounded(size) for size in sizes)
 
     def _summed_late(self) -> set[int]:
-        """Return the ids of parameters that are shared by pipeline stages."""
+        """Return the ids of parameters that several pipeline stages share.
+
+        Their gradients come last.
+        """
         pipeline = pipeline_of(self._model)
         named = dict(self._model.named_parameters())
         return set() if pipeline is None else {id(named[n]) for n in pipeline.shared_names}

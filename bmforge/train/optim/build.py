@@ -1,7 +1,7 @@
 """Builds optimizers (AdamW, SGD, Muon) and clips gradients.
 
-Start at `build_optimizers`. All functions work on plain and on sharded parameters (DTensor) and
-give the same results for both.
+Start at `build_optimizers`. All functions work on unsharded parameters and on sharded ones
+(DTensor), with the same results.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ def _hidden_matrices(model: nn.Module, named: Named) -> Named:
 def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | None) -> Tensor:
     """Scale gradients to a global norm of at most `max_norm`; return the norm before clipping.
 
-    Plain parameters and parameters sharded over different meshes may be mixed. A plain gradient
-    counts once: it must already be the same on every process.
+    Unsharded parameters and parameters sharded over different meshes may be mixed. An unsharded
+    gradient counts once: it must already be the same on every process.
 
     Args:
         parameters: parameters, in the same order on every process; for a pipelined model the model
@@ -267,8 +267,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         max_norm: maximum norm, above 0; if None, the norm is only measured.
 
     Returns:
-        The 2-norm over all gradients as a plain 0-dim tensor, the same on every process; float64 if
-        any gradient is float64, otherwise float32.
+        The 2-norm over all gradients as a 0-dim tensor (not a DTensor), the same on every process;
+        float64 if any gradient is float64, otherwise float32.
 
     Comm: one all-reduce of one number per mesh axis with sharded gradients, and one of two numbers
         over a pipeline.

@@ -105,7 +105,7 @@ def _decay_groups(named: Named, weight_decay: float) -> list[Group]:
 
 
 def by_mesh(groups: list[Group]) -> list[Group]:
-    """Split groups by mesh: each new group has plain parameters, or parameters sharded on one mesh.
+    """Split groups by mesh: a new group has unsharded parameters, or those sharded on one mesh.
 
     torch's fused kernel raises an error for a group that mixes them.
     """

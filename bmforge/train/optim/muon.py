@@ -1,4 +1,4 @@
-"""Muon: momentum with orthogonalized updates, on plain and on sharded matrices."""
+"""Muon: momentum with orthogonalized updates, for unsharded and sharded matrices."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Group = dict[str, Any]
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalized updates; for hidden matrices, plain or sharded.
+    """Momentum with orthogonalized updates; for hidden matrices, sharded or not.
 
-    With ``ns_dtype="bf16"`` its results are bit-identical to those of `torch.optim.Muon` on plain
-    float32 and bfloat16 parameters. For a sharded matrix torch's version iterates on DTensors and
-    gives different results (2.13: 1e-2 apart after 3 steps); this version gathers the momentum,
-    orthogonalizes the whole matrix on every process and keeps the local shard. Float64 parameters
-    are orthogonalized in float64, so that layouts can be compared closely. It also works with torch
-    versions that lack `torch.optim.Muon`.
+    With ``ns_dtype="bf16"`` its results are bit-identical to those of `torch.optim.Muon` on
+    unsharded float32 and bfloat16 parameters. For a sharded matrix torch's version iterates on
+    DTensors and gives different results (2.13: 1e-2 apart after 3 steps); this version gathers the
+    momentum, orthogonalizes the whole matrix on every process and keeps the local shard. Float64
+    parameters are orthogonalized in float64, so that layouts can be compared closely. It also works
+    with torch versions that lack `torch.optim.Muon`.
 
     Args:
         params: 2-dim parameters, or groups of them.

@@ -53,7 +53,7 @@ def inspect_parameters(model: nn.Module, globs: Iterable[str] | str = ("**",)) -
     Call it on every process, between backward and `zero_grad` if gradients are wanted.
 
     Args:
-        model: plain or parallelized model.
+        model: model, parallelized or not.
         globs: name globs of parameters; see `surgery`.
 
     Returns:
@@ -93,7 +93,7 @@ def inspect_activations(model: nn.Module, globs: Iterable[str] | str) -> Activat
         print(format_table(seen.rows()))
 
     Args:
-        model: plain or parallelized model.
+        model: model, parallelized or not.
         globs: name globs of modules inside the model; see `surgery`.
 
     Raises:

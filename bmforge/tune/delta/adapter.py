@@ -67,7 +67,7 @@ class ParallelAdapter(Delta):
 
     @classmethod
     def from_places(cls, model: nn.Module, name: str, options: Mapping[str, Any]) -> Self:
-        """Attach a saved adapter, whose options name pairs of modules.
+        """Attach a saved adapter, whose options contain pairs of module names.
 
         The adapter reads the input of the first module and adds to the output of the second.
         """

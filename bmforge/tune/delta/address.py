@@ -180,7 +180,7 @@ def is_excluded(name: str, exclude: Iterable[str]) -> bool:
 
 
 def known_names(model: nn.Module) -> list[str]:
-    """Return all names of a model's modules and parameters, including their published names."""
+    """Return all names of a model's modules and parameters, including their Hugging Face names."""
     own = [name for name, _ in model.named_modules() if name]
     return [*own, *all_names(model), *(name for name, _ in model.named_parameters())]
 
@@ -195,7 +195,7 @@ def excludes_of(module_names: Sequence[str], exclude: Iterable[str]) -> list[str
 
 
 def published_names(model: Any) -> dict[str, list[str]]:
-    """Return a dict from published module name to bmforge's names; {} for other models."""
+    """Return a dict from Hugging Face module name to bmforge's names; {} for other models."""
     rules = getattr(model, "published_rules", None)
     names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
@@ -214,7 +214,7 @@ def all_names(model: Any) -> dict[str, list[str]]:
 
     Alternative names are those in published checkpoints, also for bmforge models inside the model;
     those that a module declares itself (`published_modules`, as in the old model classes); and
-    published container modules with exactly the contents of a bmforge module (``h.0.attn``).
+    Hugging Face container modules with exactly the contents of a bmforge module (``h.0.attn``).
     """
     names: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -228,7 +228,7 @@ def all_names(model: Any) -> dict[str, list[str]]:
 
 
 def _containers(model: nn.Module, published: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return a dict from published container to the bmforge module with the same contents."""
+    """Return a dict from Hugging Face container module to the equivalent bmforge module."""
     leaves = {name for names in published.values() for name in names}
     holds, containers = (
         {owner: frozenset(inside) for owner, inside in _inside(pairs).items()}

@@ -94,7 +94,7 @@ def has_deltas(model: nn.Module) -> bool:
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the mutable dict from base parameter, changed by merging, to its original value."""
+    """Return the mutable dict that maps each base parameter changed by merging to its old value."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 
@@ -155,7 +155,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def part_around(model: nn.Module, name: str) -> str:
-    """Return the name of the attention or MLP whose last projection is `name`, else `name`.
+    """Return the name of the attention or MLP whose last projection is `name`, or `name` itself.
 
     For an expert that processes all tokens, the result is the MoE layer around the expert.
     """

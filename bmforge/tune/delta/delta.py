@@ -42,7 +42,7 @@ class Delta(AttachedDelta):
         """Add the adapter, scaled by its current weight, to the base's weights; detach its modules.
 
         Args:
-            dequantize: True to replace torchao's quantized weights with plain ones first.
+            dequantize: True to dequantize torchao's quantized weights first.
 
         Raises:
             ConfigError: adapters of this kind cannot be merged into weights; a weight is quantized,

@@ -53,7 +53,7 @@ def merge_deltas(
     Args:
         model: model with adapters.
         names: names of the adapters to merge (default: all attached adapters).
-        dequantize: True to replace torchao's quantized weights with plain ones first.
+        dequantize: True to dequantize torchao's quantized weights first.
 
     Raises:
         ConfigError: same as in `Delta.merge`.

@@ -47,7 +47,7 @@ def last_projection(module: nn.Module) -> str | None:
 
 
 def dequantized_weight(model: nn.Module, target: str, allowed: bool) -> Tensor | None:
-    """Return the dequantized weight of a layer quantized by torchao; None for a plain layer.
+    """Return the dequantized weight of a layer quantized by torchao; None if it is not quantized.
 
     Raises:
         ConfigError: the weight is quantized by another library, or dequantizing is not allowed.

@@ -171,7 +171,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
     """Load an adapter that OpenDelta saved, and attach it to a bmforge model.
 
     Args:
-        model: bmforge model; its published names are those in OpenDelta's files.
+        model: bmforge model; its Hugging Face module names are those in OpenDelta's files.
         directory: directory with ``config.json`` and ``pytorch_model.bin``.
         name: name of the adapter.
         overrides: options common to every `Delta`.
@@ -269,7 +269,7 @@ def to_our_names(
 def _owner(
     model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], published_name: str
 ) -> str:
-    """Return bmforge's name of the module that has the adapter of a published module."""
+    """Return bmforge's name of the module with the adapter of a Hugging Face module."""
     own = {part.owner for part in delta.held}
     reads_at = delta.options.get("reads_at") or {}
     written = [writes for writes, reads in reads_at.items() if reads == published_name]
@@ -306,7 +306,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
-    """Return the name of bmforge's attention or MLP that contains a published module."""
+    """Return the name of bmforge's attention or MLP that contains a Hugging Face module."""
     inside = [
         n
         for t in published

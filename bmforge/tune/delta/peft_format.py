@@ -38,7 +38,7 @@ __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_fact
 
 
 class Names:
-    """Conversion between published module names and bmforge's.
+    """Conversion between Hugging Face module names and bmforge's.
 
     The name of a fused layer corresponds to several bmforge names, in the order of their rows in
     the fused weight.
@@ -62,10 +62,10 @@ class Names:
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Split a published parameter; return a dict from bmforge's name to tensor, or {}.
+        """Split a Hugging Face parameter; return a dict from bmforge's name to tensor, or {}.
 
         Args:
-            published_name: published name of the parameter.
+            published_name: Hugging Face name of the parameter.
             tensor: value of the parameter.
 
         Raises:
@@ -95,7 +95,7 @@ class Names:
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a dict from published name to tensor, for bmforge's parameters."""
+        """Return a dict from Hugging Face name to tensor, for bmforge's parameters."""
         if self.rules is None:
             return dict(tensors)
         sources: dict[str, Tensor] = {}
@@ -112,7 +112,7 @@ class Names:
         return rules[0].interleaved_order(rules) if len(rules) > 1 else None
 
     def of(self, name: str) -> str:
-        """Return the published name of a bmforge module.
+        """Return the Hugging Face name of a bmforge module.
 
         Raises:
             ConfigError: published checkpoints have no such module.
@@ -126,7 +126,7 @@ class Names:
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
-    """Return a dict from published parameter name to the other names that share the parameter."""
+    """Return a dict from Hugging Face parameter name to the other names of the parameter."""
     if not hasattr(model, "all_rules"):
         return {}
     published_names = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}

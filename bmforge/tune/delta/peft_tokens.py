@@ -32,7 +32,7 @@ def is_token_key(key: str) -> bool:
 
 
 def token_owner(key: str, prefix: str) -> str:
-    """Return the published name of the layer to which a tensor of trained rows belongs."""
+    """Return the Hugging Face name of the layer to which a trainable-tokens tensor belongs."""
     return key.removeprefix(prefix).removesuffix(_ENDING)
 
 
@@ -49,8 +49,8 @@ def token_indices_of(
     Args:
         names: conversion of module names (`peft_format.Names`).
         indices: value of `trainable_token_indices` in the config.
-        owners: published names of the layers with trained rows in the file.
-        fits: function (published name, patterns) that returns True if PEFT targets the layer.
+        owners: Hugging Face names of the layers with trained rows in the file.
+        fits: function (Hugging Face name, patterns) that returns True if PEFT targets the layer.
 
     Raises:
         CheckpointError: trained rows belong to layers that the model does not have.
@@ -93,7 +93,7 @@ def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
 
 
 def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
-    """Return True if PEFT computes the same outputs with the adapter's trained rows."""
+    """Return True if the adapter's trained rows have the same effect in PEFT."""
     indices = delta.options.get("trainable_token_indices") or {}
     is_known = all(owner in names.theirs for owner in indices)
     return is_known and not _biased_heads(names.model, indices)

@@ -18,7 +18,7 @@ PREFIX = "base_model.model."
 
 
 def module_of(key: str) -> str | None:
-    """Return the published name of the module of an adapter tensor; None for other tensors."""
+    """Return the Hugging Face module name of an adapter tensor; None for other tensors."""
     bare = key.removeprefix(PREFIX)
     for mark in (".lora_", ".ia3_l"):
         if mark in bare:
@@ -27,7 +27,7 @@ def module_of(key: str) -> str | None:
 
 
 def whole_key(key: str) -> str | None:
-    """Return the published name of a parameter that is saved in full; None for adapter tensors."""
+    """Return the Hugging Face name of a parameter saved in full; None for adapter tensors."""
     if key == "prompt_embeddings" or ".ln_tuning_layers." in key or is_token_key(key):
         return None
     if module_of(key) is not None:

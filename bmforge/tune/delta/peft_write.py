@@ -73,7 +73,7 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
 
 
 def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
-    """Return a dict from published module name to the adapter modules of its bmforge layers."""
+    """Return a dict from Hugging Face module name to its bmforge layers' adapter modules."""
     groups: dict[str, list[Held]] = {}
     for attached in layer_parts(delta):
         groups.setdefault(names.of(attached.owner), []).append(attached)
@@ -105,7 +105,7 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the parameters that are trained in full.
 
-    They must form complete published modules; for prompts, PEFT supports only the task's head.
+    They must be whole modules with Hugging Face names or, with a prompt, the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":

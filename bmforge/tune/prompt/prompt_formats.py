@@ -116,7 +116,10 @@ def _ask_other(model: Any) -> Asking:
 
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """Return the token id of the first role that the tokenizer defines; None if there is none."""
+    """Return the token id for the first of `roles` that the tokenizer defines.
+
+    None if there is none.
+    """
     ids = (tokenizer.role_id(role) for role in roles)
     return next((id for id in ids if id is not None), None)
 

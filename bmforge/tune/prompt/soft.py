@@ -74,7 +74,7 @@ def number_rows(
 
 
 class MadeRows(nn.Module):
-    """P-tuning encoder, which computes soft-token embeddings from trained inputs.
+    """P-tuning encoder, which computes the embeddings of soft tokens from trained inputs.
 
     Args:
         length: number of soft tokens, P.
@@ -147,9 +147,8 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     ):
         if encoder:
             raise ConfigError(
-                f"encoder={encoder!r} has no effect if the soft tokens are part of the model's "
-                "config, as in a run, because they are trained directly. Train an encoder with "
-                "PromptClassifier."
+                f"encoder={encoder!r} has no effect in a run: the model's config contains the soft "
+                "tokens, which are trained directly. Train an encoder with PromptClassifier."
             )
         return attached
     if attached is not None:
@@ -157,14 +156,15 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
             "the model has the soft tokens of another template. Remove them with drop_rows_(model)."
         )
     width = table.embedding_dim
+    like: Any = getattr(table, "like", table.weight)  # a quantized table has no plain weight
     if encoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             encoded = MadeRows(len(rows), width, encoder)
-        table.prompt = encoded.to(table.weight)
+        table.prompt = encoded.to(like)
         return table.prompt
-    table.prompt = ExtraEmbeddings(len(rows), width).to(table.weight)
-    if not table.weight.is_meta:
+    table.prompt = ExtraEmbeddings(len(rows), width).to(like)
+    if not like.is_meta:
         draw_rows_(model, rows, seed)
     _remember(model, table.prompt)
     return table.prompt
@@ -180,10 +180,12 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
         seed: random seed of embeddings without initialization words; their standard deviation is
             that of the token embedding.
 
+    Memory: a quantized token embedding is dequantized.
+
     Comm: on a sharded embedding, two all-reduces.
     """
-    table = token_table(model)
-    weight = table.weight
+    table: Any = token_table(model)
+    weight = table.weight if table.weight is not None else table.dense(table.like.dtype)
     spread = weight.float().std()
     std = float(spread.full_tensor() if isinstance(spread, DTensor) else spread)
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """Verbalizers: map token scores at a mask to class scores, using label words.
 
-All words of all classes share one softmax; a class's score is the mean, plain or weighted, of its
+All words of all classes share one softmax; a class's score is the mean, weighted or not, of its
 words' log-probabilities.
 Sources: Schick and Schütze, "Exploiting cloze questions for few-shot text classification" (2021);
 Zhao et al., "Calibrate before use" (2021); Hu et al., "Knowledgeable prompt-tuning" (2022).

@@ -146,7 +146,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return state
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state as plain tensors: local shards, or with `gather` full tensors."""
+        """Return the state as ordinary tensors: local shards, or with `gather` full tensors."""
         return {**pack_state(self, gather), "scale": self._scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

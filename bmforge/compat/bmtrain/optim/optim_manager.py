@@ -12,8 +12,12 @@ from torch import Tensor
 
 from bmforge.compat.bmtrain.lr_scheduler import WarmupLRScheduler
 from bmforge.compat.bmtrain.optim.adam import AdamOptimizer
-from bmforge.compat.bmtrain.optim.state import pack_state, unpack_state
-from bmforge.compat.bmtrain.optim.steps import check_optimizer, step_shares
+from bmforge.compat.bmtrain.optim.state import (
+    check_optimizer,
+    pack_state,
+    step_shares,
+    unpack_state,
+)
 from bmforge.compat.bmtrain.parameter import origin_of
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError
@@ -71,7 +75,7 @@ class OptimManager:
     def add_optimizer(
         self, optimizer: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | None = None
     ) -> None:
-        """Add an optimizer of torch or bmforge, and its schedule.
+        """Add a torch or bmforge optimizer, and its learning-rate scheduler.
 
         Raises:
             ConfigError: the optimizer is LBFGS, or SparseAdam on several processes.
@@ -144,7 +148,7 @@ class OptimManager:
         self._scaler.current_scale = min(self._scaler.current_scale, self.max_loss_scale)
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Return the state to resume from, as plain tensors and numbers.
+        """Return the state to resume from, as ordinary tensors and numbers.
 
         Args:
             gather_opt: return full optimizer states, for any number of processes, instead of each

@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LayerNorm
 
+from bmforge.compat.cpm_pretrain.mpu.collectives import (
+    VocabUtility,
+    copy_to_model_parallel_region,
+    divide,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
 from bmforge.compat.cpm_pretrain.mpu.initialize import (
     get_model_parallel_rank,
     get_model_parallel_world_size,
     groups,
 )
-from bmforge.compat.cpm_pretrain.mpu.mappings import (
-    copy_to_model_parallel_region,
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-    scatter_to_model_parallel_region,
-)
-from bmforge.compat.cpm_pretrain.mpu.utils import VocabUtility, divide
 
 __all__ = [
     "ColumnParallelLinear",
@@ -204,10 +205,7 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        init_method: Init = nn.init.xavier_normal_,
+        self, num_embeddings: int, embedding_dim: int, init_method: Init = nn.init.xavier_normal_
     ) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim

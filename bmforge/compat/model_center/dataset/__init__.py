@@ -3,5 +3,5 @@
 Start at `rows.py` (the base class and prompts of the task datasets), then `bertdataset`,
 `gpt2dataset`, `llamadataset`, `t5dataset`, `cpm1dataset` and `cpm2dataset`, each with its
 `DATASET`. `loader.py` is the data loader; `indexed.py` reads token corpora,
-`distributed_dataset.py` block datasets, `cpm1.py` and `cpm2.py` pretraining samples.
+`distributed_dataset.py` block datasets, `pretraining.py` the samples of CPM-1 and CPM-2.
 """

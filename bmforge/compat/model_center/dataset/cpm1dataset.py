@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmforge.compat.model_center.dataset.cpm1 import CPM1_Dataset, CPM1_Dataset_Merge
+from bmforge.compat.model_center.dataset.pretraining import CPM1_Dataset, CPM1_Dataset_Merge
 from bmforge.compat.model_center.dataset.rows import (
     CHINESE_TASKS,
     PromptRows,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bmforge.compat.model_center.dataset.cpm2 import CPM2_Dataset
+from bmforge.compat.model_center.dataset.pretraining import CPM2_Dataset
 from bmforge.compat.model_center.dataset.rows import CHINESE_TASKS, make_datasets
 from bmforge.compat.model_center.dataset.t5dataset import T5Rows
 from bmforge.data.tasks import TaskExample

@@ -1,7 +1,7 @@
 """ModelCenter's block datasets, which are written in blocks and read by several processes.
 
-The module reads ModelCenter's and CPM-Live's files, and writes CPM-Live's format. Records are plain
-values and numeric arrays; nothing in a file is executed.
+The module reads ModelCenter's and CPM-Live's files, and writes CPM-Live's format. Records are
+numbers, texts, lists, dicts and numeric arrays; nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class DatasetWriter:
         self.nblocks = 1
 
     def write(self, data: Any) -> None:
-        """Append a record of plain values, lists, dicts and arrays of numbers.
+        """Append a record of numbers, texts, lists, dicts and arrays of numbers.
 
         Raises:
             DataError: the record has values of another type, or is larger than a block.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -59,7 +60,7 @@ class DistributedDataLoader:
             self.epoch += 1
             self.sampler.set_epoch(self.epoch)
         for number, batch in enumerate(self.loader):
-            placed = _place(batch)
+            placed = tree_map_only(Tensor, lambda tensor: tensor.to(config.device), batch)
             sampler = self.loader.batch_sampler
             if isinstance(sampler, _Batches) and not sampler.batches[number]:
                 placed = _empty(placed)
@@ -118,17 +119,6 @@ class _Nothing(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         raise DataError(f"there is no example {index}: the split is empty.")
-
-
-def _place(batch: Any) -> Any:
-    """Move the tensors of a batch to this process's device."""
-    if isinstance(batch, Tensor):
-        return batch.to(config.device)
-    if isinstance(batch, dict):
-        return {name: _place(value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple) and not isinstance(batch, str):
-        return type(batch)(_place(value) for value in batch)
-    return batch
 
 
 def _empty(batch: Any) -> Any:

@@ -114,7 +114,7 @@ class PromptRows(TaskRows):
         return firsts
 
     def arrange(self, examples: list[TaskExample]) -> list[TaskExample]:
-        """Convert examples with choices; see `unroll`."""
+        """Convert multiple-choice examples to examples without choices; see `unroll`."""
         return unroll(self.task, examples, self.split == "train")
 
     def prompt_ids(self, example: TaskExample, ending: str = "") -> list[int]:

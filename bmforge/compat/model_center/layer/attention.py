@@ -236,7 +236,7 @@ class DenseGatedACT(DistributedModule):
 
 
 class FeedForward(DistributedModule):
-    """Plain or gated MLP.
+    """MLP with or without a gate.
 
     Args:
         dim_in: features of x.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from bmforge.compat.bmtrain import store
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
-from bmforge.compat.model_center.model.config.base import Config
+from bmforge.compat.model_center.model.config import Config
 from bmforge.compat.model_center.model.module_names import (
     InputEmbedding,
     OldModules,

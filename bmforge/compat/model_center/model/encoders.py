@@ -13,17 +13,16 @@ from bmforge.compat.model_center.model.base import (
     BaseModel,
     TextInputs,
     draw_model,
-    lengths_to_mask,
-    refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config.base import Config
-from bmforge.compat.model_center.model.config.families import (
+from bmforge.compat.model_center.model.config import (
     BertConfig,
+    Config,
     LongformerConfig,
     RobertaConfig,
     ViTConfig,
 )
+from bmforge.compat.model_center.model.decoders import TextModel
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
@@ -31,16 +30,16 @@ from bmforge.models import Model
 from bmforge.models.formats.hf_format import WeightFiles, read_pickle
 from bmforge.models.formats.model_center import load_model_center
 
-__all__ = [
-    "Bert",
-    "Longformer",
-    "Roberta",
-    "ViT",
-]
+__all__ = ["Bert", "Longformer", "Roberta", "ViT"]
 
 
-class EncoderModel(BaseModel):
-    """Base class of encoders with pooler, and masked-LM head if the checkpoint has one."""
+class EncoderModel(TextModel):
+    """Base class of encoders with pooler, and masked-LM head if the checkpoint has one.
+
+    With a cache, `forward` encodes the next tokens of a text; cached tokens do not attend to them.
+    """
+
+    own_inputs = ("output_pooler_output", "global_attention_mask")
 
     @classmethod
     def _draw(cls, config: Config) -> Model:
@@ -80,72 +79,37 @@ class EncoderModel(BaseModel):
         bare.classifier = words.classifier
         return bare
 
-    def forward(
+    def _run(
         self,
-        input_ids: Tensor | None = None,
-        length: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        output_logits: bool | None = None,
+        text: TextInputs,
+        mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        hidden_states: bool | None,
         output_pooler_output: bool = True,
-        output_hidden_states: bool | None = None,
-        return_dict: bool = True,
-        return_logits: bool = False,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool = False,
-        past_key_values: KVCache | None = None,
-        **others: Any,
+        **own: Any,
     ) -> Any:
-        """Run the model on a text, or on its next tokens; cached tokens do not attend to them.
-
-        Args:
-            input_ids: token ids.
-            length: number of tokens per sequence, before padding.
-            attention_mask: mask that replaces `length` (1 for tokens, 0 for padding), or pairwise
-                mask; cached tokens are included.
-            token_type_ids: segment ids (default: 0).
-            position_ids: positions (default: counted).
-            output_logits: compute logits now (True), never (False) or when they are read (None).
-            output_pooler_output: compute the pooler's output.
-            output_hidden_states: return the hidden states of all layers.
-            return_dict: return a `ModelOutput` instead of a tuple.
-            return_logits: return only the logits, as early versions did.
-            inputs_embeds: embeddings instead of `input_ids`.
-            use_cache: return a KV cache.
-            past_key_values: KV cache of an earlier call; it is extended in place.
-            others: `global_attention_mask` of a Longformer, and arguments that ModelCenter accepted
-                without using them.
-
-        Shape:
-            input_ids, token_type_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T);
-            length: (B,)
-        """
-        extra = {n: others.pop(n) for n in ("global_attention_mask",) if n in others}
-        refuse_unused(others)
-        text = self._take_text(input_ids, inputs_embeds, past_key_values, use_cache)
-        if attention_mask is None and length is not None:
-            attention_mask = lengths_to_mask(length, text.width)
         if text.cache is not None:
-            extra["cache"] = text.cache
+            own["cache"] = text.cache
         outputs = self.model(
             text.ids,
-            _pair_mask(attention_mask, text),
+            _pair_mask(mask, text),
             token_type_ids,
             position_ids,
-            output_hidden_states=bool(output_hidden_states),
+            output_hidden_states=bool(hidden_states),
             inputs_embeds=text.embeds,
-            **extra,
+            **own,
         )
+        return outputs if output_pooler_output else outputs._replace(pooler_output=None)
+
+    def answer_text(self, outputs: Any, cache: KVCache | None, **options: Any) -> Any:
+        """Build the result, with the pooler's output; see `answer`."""
         last, layers = outputs.last_hidden_state, outputs.hidden_states
-        pooled = outputs.pooler_output if output_pooler_output else None
+        pooled = outputs.pooler_output
         return self.answer(
             last,
-            lambda logits: BaseModelOutputWithPooling(last, pooled, text.cache, logits, layers),
-            output_logits=output_logits,
-            return_logits=return_logits,
-            return_dict=return_dict,
+            lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
+            **options,
         )
 
 

@@ -19,9 +19,8 @@ from bmforge.compat.model_center.model.base import (
     refuse_unused,
     spread_mask,
 )
-from bmforge.compat.model_center.model.config.base import Config
-from bmforge.compat.model_center.model.config.families import CPM1Config, CPM3Config, GLMConfig
-from bmforge.compat.model_center.model.decoders import DecoderModel
+from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
+from bmforge.compat.model_center.model.decoders import TextModel
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError
 from bmforge.infer.cache import KVCache
@@ -35,7 +34,7 @@ __all__ = ["CPM1", "CPM3", "GLM"]
 _NEW = ("output_logits", "output_hidden_states", "return_dict", "use_cache", "past_key_values")
 
 
-class GLM(DecoderModel):
+class GLM(TextModel):
     """GLM model, which derives missing positions and the bidirectional prefix from the ids."""
 
     _CONFIG_TYPE = GLMConfig
@@ -60,7 +59,7 @@ class GLM(DecoderModel):
             sep: length of each sequence's prefix (part A), to which all tokens attend.
             length: number of tokens per sequence, before padding.
             attention_mask: 1 for tokens, 0 for padding; a 1-D tensor is used as `sep`.
-            options: options of `DecoderModel`; if one of them selects outputs, a `ModelOutput`
+            options: options of `TextModel`; if one of them selects outputs, a `ModelOutput`
                 is returned instead of the logits.
 
         Shape:
@@ -150,7 +149,7 @@ class _OldCall(BaseModel):
 
 
 class CPM1(_OldCall):
-    """CPM-1: ModelCenter's variant, or the published GPT-2 model; see `CPM1Config`."""
+    """CPM-1: ModelCenter's variant, or the original GPT-2 model; see `CPM1Config`."""
 
     _CONFIG_TYPE = CPM1Config
 
@@ -184,15 +183,14 @@ class CPM1(_OldCall):
         Args:
             input: token ids for the form before version 1.0; also the first positional argument.
             length: number of tokens per sequence, before padding.
-            context: True for tokens that all tokens attend to; not supported by the published
-                model.
+            context: True for tokens that all tokens attend to; not supported by the original model.
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
             inputs_embeds: embeddings instead of ids.
             use_cache: return a KV cache.
             past_key_values: KV cache of an earlier call; it is extended in place.
-            output_logits, output_hidden_states, return_dict: as in `DecoderModel`.
+            output_logits, output_hidden_states, return_dict: as in `TextModel`.
             others: `token_type_ids` and other arguments that ModelCenter accepted without using
                 them.
 
@@ -201,7 +199,7 @@ class CPM1(_OldCall):
             context, span: (B, past + T); length: (B,)
 
         Raises:
-            ConfigError: a context was given to the published model.
+            ConfigError: a context was passed to the original model.
         """
         others.pop("token_type_ids", None)
         if others.pop("position_ids", None) is not None:
@@ -223,7 +221,7 @@ class CPM1(_OldCall):
         )
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
-        """Return the context mask; None for the published model, which does not support it."""
+        """Return the context mask; None for the original model, which does not support it."""
         if isinstance(self.model, RelativeCPM1):
             return context
         if context is not None and bool(context.any()):
@@ -285,7 +283,7 @@ class CPM3(_OldCall):
             token_type_ids, position_ids: see `segment` and `position`.
             inputs_embeds: embeddings instead of ids.
             use_cache, past_key_values, output_logits, output_hidden_states, return_dict: as in
-                `DecoderModel`.
+                `TextModel`.
             others: arguments that ModelCenter accepted without using them.
 
         Shape:

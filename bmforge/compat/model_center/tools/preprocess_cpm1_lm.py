@@ -17,10 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.model_center.tools.indexed_dataset import (
-    get_available_dataset_impl,
-    make_builder,
-)
+from bmforge.compat.model_center.dataset.indexed import get_available_dataset_impl, make_builder
 from bmforge.errors import DataError
 from bmforge.logging import get_logger, track
 from bmforge.tokenizers import CPM1Tokenizer

@@ -1,7 +1,7 @@
 """OpenPrompt's dataset readers: the table of its processors and the formats of their files.
 
 The files are those that OpenPrompt's download scripts fetch (LOTClass, FewGLUE, TACRED, ...), which
-differ from the published ones that `bmforge.data.tasks` reads. Three faults of the original are
+differ from the original data sets that `bmforge.data.tasks` reads. Three faults of the original are
 not repeated: COPA examples with swapped choices get the swapped label, WSC's training split keeps
 its true examples (the original kept none), and reading ReCoRD raises no NameError.
 """
@@ -16,20 +16,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.openprompt.data_utils.arrow_processors import ARROW_PROCESSORS
 from bmforge.compat.openprompt.data_utils.data_processor import (
     DataProcessor,
+    FileProcessor,
     Reader,
     define_processor,
 )
-from bmforge.compat.openprompt.data_utils.other_processors import OTHER_PROCESSORS
+from bmforge.compat.openprompt.data_utils.special_processors import (
+    ARROW_PROCESSORS,
+    OTHER_PROCESSORS,
+)
 from bmforge.data.sources.text_files import read_lines, read_text
 from bmforge.data.tasks.cloze import FEW_NERD_TYPES, read_few_nerd
 from bmforge.data.tasks.sentences import YAHOO_TOPICS
 from bmforge.data.tasks.task import TaskRecord, read_json, read_records
 from bmforge.errors import DataError
 
-__all__ = ["CLASSES", "PROCESSORS"]
+__all__ = ["CLASSES", "PROCESSORS", "ChnSentiCorp"]
 
 Values = dict[str, Any]
 _LOG = logging.getLogger(__name__)
@@ -265,14 +268,26 @@ def _read_csqa(path: Path, split: str) -> Iterator[Values]:
         yield {"text_a": question.text("stem"), "meta": {"choices": choices}, "tgt_text": answer}
 
 
-def _read_sentiment(path: Path, split: str) -> Iterator[Values]:
-    """Yield sentiment reviews with the names of both classes."""
-    for row in read_records(path):
-        meta = {"context": row.text("text_a"), "options": list(_SENTIMENTS)}
-        yield {"text_a": "", "meta": meta, "label": row.text("label")}
+class ChnSentiCorp(FileProcessor):
+    """Reads Chinese reviews (ChnSentiCorp) with the names of both classes.
+
+    Attributes:
+        labels_origin: labels in the file.
+        labels_mapped: names of the classes, which are also the words of a verbalizer.
+    """
+
+    LABELS = labels_origin = ("0", "1")
+    FILE = "{split}.jsonl"
+    labels_mapped = ("消极", "积极")
+
+    @staticmethod
+    def READ(path: Path, split: str) -> Iterator[Values]:  # noqa: N802
+        """Yield reviews with the names of both classes."""
+        for row in read_records(path):
+            meta = {"context": row.text("text_a"), "options": list(ChnSentiCorp.labels_mapped)}
+            yield {"text_a": "", "meta": meta, "label": row.text("label")}
 
 
-_SENTIMENTS = ("消极", "积极")
 _WIC = _json_lines("sentence1", "sentence2", ("word",))
 _RTE = _json_lines("premise", "hypothesis")
 _NEWS = ("World", "Sports", "Business", "Tech")
@@ -319,7 +334,6 @@ _TABLE: tuple[tuple[str, str, Sequence[Any] | None, str, Reader], ...] = (
     ("CopaProcessor", "copa", (0, 1), "{split}.jsonl", _read_copa),
     ("MultiRcProcessor", "multirc", (0, 1), "{split}.jsonl", _read_multirc),
     ("RecordProcessor", "record", ("0", "1"), "{split}.jsonl", _read_record),
-    ("ChnSentiCorp", "", ("0", "1"), "{split}.jsonl", _read_sentiment),
 )  # fmt: skip
 _SPLITS: Mapping[str, Mapping[str, str]] = {"csqa": _CSQA} | dict.fromkeys(
     ["rte", "cb", "wic", "boolq", "wsc", "copa", "multirc", "record"], _FEW_GLUE
@@ -329,6 +343,7 @@ CLASSES: dict[str, type[DataProcessor]] = {
     name: define_processor(name, labels, file, read, _SPLITS.get(keys))
     for name, keys, labels, file, read in _TABLE
 }
+CLASSES |= {"ChnSentiCorp": ChnSentiCorp}
 CLASSES |= {cls.__name__: cls for cls in (*ARROW_PROCESSORS.values(), *OTHER_PROCESSORS.values())}
 PROCESSORS: dict[str, type[DataProcessor]] = {
     **{key: CLASSES[name] for name, keys, *_ in _TABLE for key in keys.split()},

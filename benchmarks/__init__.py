@@ -1,0 +1,1 @@
+"""Measurements of speed, memory and quality: README.md lists the scripts."""

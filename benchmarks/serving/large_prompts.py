@@ -1,0 +1,117 @@
+"""Memory and health-check latency of a server that refuses large prompts.
+
+    python -m benchmarks.serving.large_prompts MODEL [--context 1024] [--counts 1 16 64]
+
+Starts `bmforge serve`, and sends COUNT prompts of 2 MB or conversations of 3,000 messages at once.
+Prints the peak growth of the resident memory, and the latency of `/health` before and during the
+requests. Linux only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.harness import make_parser
+
+TEXT = "a" * 2_000_000
+MESSAGES = [{"role": role, "content": "a" * 40} for role in ("user", "assistant")] * 1500
+# (name, endpoint, fields)
+BODIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("completions", "completions", {"prompt": TEXT}),
+    ("chat/completions", "chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+    ("3,000 messages", "chat/completions", {"messages": MESSAGES}),
+]
+
+
+def memory(process: subprocess.Popen[bytes]) -> dict[str, float]:
+    """Return the resident memory of a process and its peak, in MiB."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    pairs = (line.split(":") for line in lines if line.startswith(("VmHWM", "VmRSS")))
+    return {name: int(value.split()[0]) / 1024 for name, value in pairs}
+
+
+async def latency_ms(client: httpx.AsyncClient, url: str) -> float:
+    """Return the latency of one health check in milliseconds."""
+    begin = time.perf_counter()
+    (await client.get(f"{url}/health")).raise_for_status()
+    return 1000 * (time.perf_counter() - begin)
+
+
+async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int]) -> None:
+    """Print a row for every endpoint and number of requests."""
+    limits = httpx.Limits(max_connections=max(counts) + 8)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+        while True:
+            try:
+                await latency_ms(client, url)
+                break
+            except httpx.HTTPError:
+                await asyncio.sleep(0.3)
+        print("| endpoint | requests | status | MiB | /health before | during: median, maximum |")
+        print("|---|---|---|---|---|---|")
+        for name, path, fields in BODIES:
+            data = json.dumps({"model": "served", **fields}).encode()
+            for count in counts:
+                row = await measure_row(process, client, f"{url}/v1/{path}", data, count)
+                print(f"| {name} {row}", flush=True)
+
+
+async def measure_row(
+    process: subprocess.Popen[bytes],
+    client: httpx.AsyncClient,
+    url: str,
+    data: bytes,
+    count: int,
+) -> str:
+    """Send `count` bodies to a URL at once; return the row without its first cell."""
+    server = url.partition("/v1/")[0]
+    alone = sorted([await latency_ms(client, server) for _ in range(30)])
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
+    before = memory(process)["VmRSS"]
+    headers = {"content-type": "application/json"}
+    tasks = [
+        asyncio.create_task(client.post(url, content=data, headers=headers)) for _ in range(count)
+    ]
+    during_ms = []
+    while not all(task.done() for task in tasks):
+        during_ms.append(await latency_ms(client, server))
+        await asyncio.sleep(0.01)
+    during_ms.sort()
+    growth = memory(process)["VmHWM"] - before
+    status = {task.result().status_code for task in tasks}
+    return (
+        f"| {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
+        f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms |"
+    )
+
+
+def main() -> None:
+    """Start the server and measure."""
+    parser = make_parser(__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64])
+    options = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "bmforge", "serve", options.model, "--port", str(port)]
+    command += ["--name", "served", "--context", str(options.context), "--no-log-requests"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            asyncio.run(measure(process, f"http://127.0.0.1:{port}", options.counts))
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()

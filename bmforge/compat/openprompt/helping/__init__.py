@@ -1,1 +1,0 @@
-"""OpenPrompt's `utils` modules; start at `calibrate.py`."""

@@ -1,1 +1,0 @@
-"""Alias package with OpenPrompt's names of templates and verbalizers."""
