@@ -1,8 +1,9 @@
-"""`bmforge generate`: continues a text, or fills in the answers of documents."""
+"""`bmforge generate`: continues a text, answers about images, or fills in documents."""
 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,14 +13,19 @@ from bmforge.cli.open_model import opened_model, with_own_adapter
 from bmforge.cli.options import GenerateCommand
 from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.texts import write_texts
-from bmforge.recipes.adapter_dirs import find_source
+from bmforge.recipes.adapter_dirs import ModelSource, find_source
 from bmforge.tokenizers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from bmforge.infer.image_chat import ImageChat
+    from bmforge.infer.speech import Transcriber
 
 __all__ = ["run_generate"]
 
 
 def run_generate(command: GenerateCommand) -> None:
     """Continue a text with a model."""
+    _check_inputs(command)
     # CPM-Ant and CPM-Bee default to three beams.
     rows = command.num_beams or 3
     if command.document is not None:
@@ -34,10 +40,59 @@ def run_generate(command: GenerateCommand) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
     adapters = with_own_adapter(source, command.adapter)
     allowed = command.allow_other_base
+    images = _open_images(command, source, tokenizer)
+    speech = _open_speech(command, source)
     with opened_model(source.model, command.memory, rows, adapters, allowed) as model:
-        prompt = command.prompt if command.prompt is not None else sys.stdin.read()
         torch.manual_seed(command.seed)
-        if command.chat and model.traits.objective not in OWN_FORMS:
+        if speech is not None and command.audio is not None:
+            language = {} if command.language is None else {"language": command.language}
+            options = {**command.options(), **language}
+            print(speech.transcribe(model, command.audio, **options))
+            return
+        prompt = command.prompt if command.prompt is not None else sys.stdin.read()
+        if images is not None:
+            chat, pictures = images
+            print(*chat.answer(model, prompt, pictures, **command.options()), sep="\n")
+        elif command.chat and model.traits.objective not in OWN_FORMS:
             print(answer_once(model, tokenizer, source.tokenizer, prompt, **command.options()))
         else:
             print(*write_texts(model, tokenizer, prompt, **command.options()), sep="\n")
+
+
+def _open_images(
+    command: GenerateCommand, source: ModelSource, tokenizer: Any
+) -> tuple[ImageChat, list[Any]] | None:
+    """Load the images of the command and the model's processor; None without images."""
+    if not command.image:
+        return None
+    # The packages of processors are imported only here.
+    from bmforge.infer.image_chat import ImageChat
+    from bmforge.infer.images import read_image_file
+
+    images = [read_image_file(file) for file in command.image]
+    return ImageChat(source.tokenizer, tokenizer), images
+
+
+def _open_speech(command: GenerateCommand, source: ModelSource) -> Transcriber | None:
+    """Load the processor of a speech model; None without audio."""
+    if command.audio is None:
+        return None
+    from bmforge.infer.speech import Transcriber
+
+    return Transcriber(source.tokenizer)
+
+
+def _check_inputs(command: GenerateCommand) -> None:
+    """Raise `ConfigError` for inputs that exclude each other, or an option without effect."""
+    inputs = ("image", "audio", "document")
+    names = [f"--{name}" for name in inputs if getattr(command, name) not in (None, ())]
+    if command.audio is not None and command.prompt is not None:
+        names.append("--prompt")
+    if command.audio is not None and command.chat:
+        names.append("--chat")
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} cannot be used together. Leave one of them out.")
+    if command.language is not None and command.audio is None:
+        raise ConfigError(
+            f"--language {command.language} has no effect without --audio. Leave it out."
+        )

@@ -41,7 +41,7 @@ Panel = tyro.conf.OmitArgPrefixes
 
 @dataclass(kw_only=True)
 class GenerateCommand:
-    """Continue a text, or fill in the answers of documents.
+    """Continue a text, answer a message with images, or fill in the answers of documents.
 
     Generation options that are not set default to the model's generation_config.json.
 
@@ -49,10 +49,14 @@ class GenerateCommand:
         model: directory or hub id of the model, with its tokenizer.
         prompt: text to continue (if None: standard input).
         chat: render the prompt with the model's chat template, and print only the answer.
+        image: image files that the prompt asks about; the prompt is then rendered with the chat
+            template of a vision-language model, after the images.
+        audio: audio file that a speech model such as Whisper transcribes, instead of a prompt.
+        language: language of the audio, such as en (if None: detected).
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
-        max_new_tokens: maximum number of new tokens; with documents, per answer. --max-tokens is
-            the same option.
+        max_new_tokens: maximum number of new tokens; with documents, per answer (if None: 100, or
+            the model's maximum for audio). --max-tokens is the same option.
         min_new_tokens: minimum number of new tokens before an EOS token.
         num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
             CPM-Bee).
@@ -82,8 +86,11 @@ class GenerateCommand:
     model: Annotated[str, tyro.conf.Positional]
     prompt: str | None = None
     chat: bool = False
+    image: tuple[Path, ...] = ()
+    audio: Path | None = None
+    language: str | None = None
     document: Path | None = None
-    max_new_tokens: int = 100
+    max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     num_beams: int | None = None
     length_penalty: float | None = None
@@ -105,9 +112,11 @@ class GenerateCommand:
 
     def options(self) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` that the user set."""
-        others = {"model", "prompt", "chat", "document", "seed", "adapter", "memory"}
-        others.add("allow_other_base")
+        others = {"model", "prompt", "chat", "image", "audio", "language", "document", "seed"}
+        others |= {"adapter", "memory", "allow_other_base"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.max_new_tokens is None and self.audio is None:
+            values["max_new_tokens"] = 100
         return {name: value for name, value in values.items()
                 if name not in others and value not in (None, ())}  # fmt: skip
 

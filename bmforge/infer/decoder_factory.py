@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,15 +25,20 @@ def start_decoder(
     mask: Tensor | None,
     max_new_tokens: int,
     adapter_names: Sequence[str | None] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> tuple[Decoder, Tensor]:
     """Create a decoder; return it with its first input tokens.
 
     A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
-    begins with the start token.
+    begins with the start token. `inputs` are arguments of `generate`.
 
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)
     """
+    if model.takes_images:
+        from bmforge.infer.image_decoder import ImageDecoder
+
+        return ImageDecoder(model, mask, inputs or {}, adapter_names), input_ids  # type: ignore[arg-type]
     if model.keeps_foreign_cache and model.traits.reads != "apart":
         # Imported here because native models, the usual case, do not need transformers' decoder.
         from bmforge.infer.foreign_decoder import start_foreign

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = [
+    "check_inputs",
     "check_prompt",
     "complete_config",
     "generate",
@@ -43,6 +44,7 @@ def generate(
     on_token: Callable[[Tensor], None] | None = None,
     adapter_names: Sequence[str | None] | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """Continue prompts by greedy decoding, sampling or beam search; results equal transformers'.
@@ -60,6 +62,8 @@ def generate(
         adapter_names: adapter name of each prompt; None in the list means the base model.
         stop: stopping criterion, a function from the (B * num_return_sequences,) tokens of a step
             to a boolean tensor that is True for the sequences that end (not in beam search).
+        inputs: further inputs of the model for the prompts, such as `pixel_values`, as the
+            processor of a vision-language model returns them (see `Processor.encode`).
         options: fields of `GenerationConfig` that replace those of `config`.
 
     Shape:
@@ -81,12 +85,13 @@ def generate(
             "search knows its tokens only at the end. Leave them out, or set num_beams=1."
         )
     adapter_names = _known_rows(model, adapter_names)
+    check_inputs(model, inputs)
     _check_tensors(input_ids=input_ids, attention_mask=attention_mask)
     input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         length = config.max_new_tokens
-        decoder, start = start_decoder(model, input_ids, mask, length, adapter_names)
+        decoder, start = start_decoder(model, input_ids, mask, length, adapter_names, inputs)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
         with decoder.undisturbed() if on_token is None else nullcontext():
             ids = run_decoder(decoder, start, padding, config, on_token, stop)
@@ -296,6 +301,22 @@ def check_prompt(
     if mask is not None and is_given and goes_on and not _describe_prompt(table):
         _check_gaps(mask)
     return mask
+
+
+def check_inputs(model: Any, inputs: Mapping[str, Tensor] | None) -> None:
+    """Raise `ConfigError` if a model cannot use the further inputs of a prompt, such as pixels."""
+    if not inputs:
+        return
+    if not model.takes_images:
+        raise ConfigError(
+            f"a {type(model).__name__} takes no inputs besides tokens (given: "
+            f"{', '.join(inputs)}). Use a vision-language model, or leave the images out."
+        )
+    if count_ids(model.whole().embed) > model.whole().embed.num_embeddings:
+        raise ConfigError(
+            "images cannot be combined with a soft prompt, because it moves the positions of the "
+            "images. Use another adapter, or leave the images out."
+        )
 
 
 def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:

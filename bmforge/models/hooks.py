@@ -22,12 +22,14 @@ class ModelHooks:
         traces_memory: True if the model can run on the meta device, to measure its memory use.
         keeps_foreign_cache: True if the model uses the KV cache of another library; see
             `transformers.ForeignCache`.
+        takes_images: True if prompts of the model may contain images.
     """
 
     config: Any
     hf_unused: ClassVar[tuple[str, ...]] = ()
     traces_memory: ClassVar[bool] = True
     keeps_foreign_cache: ClassVar[bool] = False
+    takes_images: bool = False
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:

@@ -41,6 +41,8 @@ class Traits:
         tokenizer: name of the family's tokenizer class, if its texts need that class's special
             tokens.
         writes: True if the model has a head that generates text.
+        own_writing_head: name of this head, if it is not the usual one of causal or
+            encoder-decoder models.
         position_limit: maximum input length in tokens; None for no limit.
     """
 
@@ -53,12 +55,13 @@ class Traits:
     marks_between: int = 1
     tokenizer: str = ""
     writes: bool = False
+    own_writing_head: str = ""
     position_limit: int | None = None
 
     @property
     def writing_head(self) -> str:
         """Name of the head that generates text."""
-        return _WRITING_HEADS[self.reads == "apart"]
+        return self.own_writing_head or _WRITING_HEADS[self.reads == "apart"]
 
     @property
     def answer_sentinel(self) -> str:

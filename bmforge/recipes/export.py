@@ -50,7 +50,10 @@ __all__ = [
 ]
 
 # Files of a base model that are copied to every derived model.
-SIDE_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+SIDE_FILES = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
 _TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
 
 

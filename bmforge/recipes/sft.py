@@ -18,7 +18,9 @@ from bmforge.data.load.example import fingerprint_of
 from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.data.sources.text_files import read_text
 from bmforge.errors import ConfigError, DataError
+from bmforge.infer.processor import Processor, find_processor
 from bmforge.logging import get_logger
+from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.conversation_rows import (
@@ -30,6 +32,7 @@ from bmforge.recipes.inputs.conversation_rows import (
     render_conversation,
 )
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_examples
+from bmforge.recipes.inputs.image_conversations import ImageConversations, check_image_layout
 from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -95,7 +98,9 @@ class ConversationsConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
-            are read as well. Conversations longer than `seq_len` are truncated.
+            are read as well. Conversations longer than `seq_len` are truncated. For a
+            vision-language model, the content of a user message may be a list of parts, such as
+            {"type": "image", "image": FILE} and {"type": "text", "text": "..."}.
         template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
             or a plain one. The template is exported with the model.
     """
@@ -144,8 +149,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         if not has_own_form:
             template.save(directory)
 
-    conversations = _read_all(data.paths)
-    held_out = _read_all(data.validation)
+    processor = _find_processor(config)
+    conversations = _read_all(data.paths, processor is not None)
+    held_out = _read_all(data.validation, processor is not None)
     if data.validation_fraction:
         conversations, held_out = _hold_out(conversations, data.validation_fraction, data.seed)
     parts = [conversations, held_out] if held_out else [conversations]
@@ -160,6 +166,16 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     sources: list[ExampleSource]
     if traits_of(config.model).reads == "apart":
         sources = [_open_answers(config, tokenizer, template, render, part) for part in parts]
+    elif processor is not None and any(map(_has_images, [*conversations, *held_out])):
+        check_image_layout(config)
+        make = partial(
+            ImageConversations,
+            render=render,
+            tokenizer=tokenizer,
+            processor=processor,
+            seq_len=data.seq_len,
+        )
+        sources = [make(part) for part in parts]
     else:
         encoded = [_encode(part, render, tokenizer) for part in parts]
         packs = _can_pack(config)
@@ -178,6 +194,18 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         rows,
         save_tokenizer=save,
     )
+
+
+def _find_processor(config: Any) -> Processor | None:
+    """Return the image processor of the initial model; None for a model of text only."""
+    is_foreign = family_of(config.model).keeps_foreign_cache
+    if config.init_from is None or not is_foreign:
+        return None
+    return find_processor(find_model(config.init_from))
+
+
+def _has_images(conversation: ChatExample) -> bool:
+    return any(isinstance(message["content"], list) for message in conversation.messages)
 
 
 def _can_pack(config: Any) -> bool:
@@ -216,9 +244,9 @@ def read_template(config: Any, folder: Path) -> str | None:
     return source
 
 
-def _read_all(paths: Sequence[str]) -> list[ChatExample]:
-    """Read all conversations; warn if answers are empty."""
-    conversations = [c for path in paths for c in read_conversations(path)]
+def _read_all(paths: Sequence[str], images: bool) -> list[ChatExample]:
+    """Read all conversations, with images if the model supports them; warn of empty answers."""
+    conversations = [c for path in paths for c in read_conversations(path, images)]
     empty = [c.place for c in conversations if any(map(_is_empty_answer, c.messages))]
     if empty:
         get_logger().warning(

@@ -123,7 +123,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         marks = (*(prompt.thought_marks or ()), *((*form.open, form.close) if form else ()))
         hidden = hidden_ids(body, engine.tokenizer, marks)
         limits = salt, config.timeouts.request_s, served.delta, budget, hidden
-        engine_request = EngineRequest(prompt.ids, options, rule, *limits)
+        engine_request = EngineRequest(prompt.ids, options, rule, *limits, prompt.inputs)
         live = await start(serving, [engine_request], len(prompt.ids), begin)
         live.key = key_of(request)
         stack.callback(serving.end, live)

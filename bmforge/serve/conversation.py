@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bmforge.errors import BmforgeError
+from torch import Tensor
+
+from bmforge.errors import BmforgeError, ConfigError, DataError, MissingDependencyError
 from bmforge.infer.chat import encode_messages, find_ends
+from bmforge.infer.images import read_data_uri
 from bmforge.infer.openbmb.chat import ChatConfig, join_history
+from bmforge.infer.processor import find_processor
+from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import Message
 from bmforge.serve.openai_types import ChatRequest
@@ -38,6 +42,7 @@ class EncodedPrompt(NamedTuple):
         begins: prefix of the answer that the client does not receive, such as a sentinel token.
         thought_marks: delimiters of the model's reasoning; None if it is not separated.
         is_thinking: True if the prompt ends inside the reasoning.
+        inputs: the model's inputs for the images of the conversation.
     """
 
     ids: list[int]
@@ -46,6 +51,7 @@ class EncodedPrompt(NamedTuple):
     begins: str = ""
     thought_marks: tuple[str, str] | None = None
     is_thinking: bool = False
+    inputs: Mapping[str, Tensor] | None = None
 
 
 class Prompter:
@@ -60,10 +66,17 @@ class Prompter:
         template: the template; None for EVA, and for models that do not generate text.
         tool_format: format of tool calls; None if the template does not support them.
         thought_marks: delimiters of the model's reasoning; None if it is not separated.
+        processor: processor of images; None if the model supports only text.
     """
 
     def __init__(self, engine: AnyEngine, directory: Path | None, config: ServeConfig) -> None:
-        self._engine = engine
+        self._engine, self._config = engine, config
+        self.processor = None
+        if directory is not None and engine.model.takes_images:
+            try:
+                self.processor = find_processor(directory)
+            except (ConfigError, MissingDependencyError) as error:
+                get_logger().warning("requests with images are refused: %s", error)
         self.template: ChatTemplate | None = None
         traits = engine.model.traits
         if traits.writes and traits.objective not in ("dialogues", "documents"):
@@ -89,6 +102,7 @@ class Prompter:
             RequestError: the model does not support chat, or its template raises an error.
         """
         model, tokenizer = self._engine.model, self._engine.tokenizer
+        images = self._read_images(body.messages)
         if model.traits.writes and model.traits.objective == "dialogues":
             return self._write_dialogue(body.messages)
         if self.template is None:
@@ -102,13 +116,23 @@ class Prompter:
         if body.continue_final_message:
             messages, begin = messages[:-1], messages[-1].text
         variables = template_variables(body, self.template.variables, self.thought_marks)
-        turns = [normalize_message(message.as_template()) for message in messages]
-        ask = partial(encode_messages, self.template, turns, model, tokenizer, tools.shown)
+        turns = [normalize_message(m.as_template(), images=True) for m in messages]
+        template, processor = self.template, self.processor
+
+        def ask(begin: str) -> tuple[list[int], Mapping[str, Tensor] | None]:
+            if processor is None:
+                shown = tools.shown
+                args = template, turns, model, tokenizer, shown, begin
+                return encode_messages(*args, **variables), None
+            text, _ = template.encode(turns, tools.shown, begin, **variables)
+            encoded = processor.encode(text, images)
+            return encoded.ids, encoded.inputs
+
         try:
-            ids = ask(begin, **variables)
+            ids, inputs = ask(begin)
             is_thinking = opens_thought(tokenizer.decode(ids[-_TAIL:]), self.thought_marks)
             if is_thinking and tools.rule is not None and self.thought_marks is not None:
-                ids = ask(f"{self.thought_marks[1]}\n\n{begin}", **variables)
+                ids, inputs = ask(f"{self.thought_marks[1]}\n\n{begin}")
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error
@@ -120,7 +144,30 @@ class Prompter:
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
         stops = () if is_token or apart else (mark,)
-        return EncodedPrompt(ids, ends, stops, begins, self.thought_marks, is_thinking)
+        return EncodedPrompt(ids, ends, stops, begins, self.thought_marks, is_thinking, inputs)
+
+    def _read_images(self, messages: Sequence[Message]) -> list[Any]:
+        """Decode the images of a conversation.
+
+        Raises:
+            RequestError: the model supports only text, or an image is not a data URI, damaged or
+                too large.
+        """
+        images, limits = [], self._config.limits
+        for number, message in enumerate(messages):
+            field = f"messages.{number}.content"
+            if message.images and self.processor is None:
+                raise RequestError(
+                    f"{field} has a part that is not text, but this model supports only text.",
+                    field,
+                    code="unsupported_value",
+                )
+            for uri in message.images:
+                try:
+                    images.append(read_data_uri(uri, "image_url.url", limits.max_image_pixels))
+                except DataError as error:
+                    raise RequestError(f"{field}: {error}", field, code="invalid_value") from error
+        return images
 
     def _write_dialogue(self, messages: Sequence[Message]) -> EncodedPrompt:
         """Build a prompt in EVA's format from the last utterances that fit into its window."""

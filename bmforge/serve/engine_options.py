@@ -67,6 +67,8 @@ def check_limits(body: Writing, limits: RequestLimits) -> None:
     if isinstance(body, ChatRequest):
         check_at_most("top_logprobs", body.top_logprobs or 0, limits.max_logprobs, "tokens")
         check_at_most("tools", len(body.tools or ()), limits.max_tools, "functions")
+        images = sum(len(message.images) for message in body.messages)
+        check_at_most("messages", images, limits.max_images, "images")
     if isinstance(body, CompletionRequest):
         check_at_most("logprobs", body.logprobs or 0, limits.max_logprobs, "tokens")
         check_at_most("prompt_logprobs", body.prompt_logprobs or 0, limits.max_logprobs, "tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -113,6 +113,8 @@ def explain_types(error: RequestValidationError) -> RequestError:
             "the body must be a JSON object, with the header Content-Type: application/json."
         )
     where, name = ".".join(path), path[0]
+    if (part_error := _explain_part(problems)) is not None:
+        return part_error
     if any(
         problem["type"] == "literal_error"
         and problem["loc"][-1] == "type"
@@ -145,6 +147,32 @@ def explain_types(error: RequestValidationError) -> RequestError:
     return RequestError(
         f"{where if len(messages) == 1 else name}: {needed}.", name, code="invalid_value"
     )
+
+
+def _explain_part(problems: Sequence[Mapping[str, Any]]) -> RequestError | None:
+    """Describe the first invalid part of a message's content; None if there is none."""
+    for problem in problems:
+        path = [part for part in problem["loc"] if part != "body"]
+        labels = [n for n, part in enumerate(path) if str(part).startswith("list[tagged-union")]
+        if not labels or path[labels[0] - 1] != "content":
+            continue
+        content = ".".join(map(str, path[: labels[0]]))
+        index, names = path[labels[0] + 1 : labels[0] + 2], path[labels[0] + 3 :]
+        where, kind = ".".join(map(str, [content, *index, *names])), problem["type"]
+        if kind == "union_tag_invalid":
+            return RequestError(
+                f"{content} has a part of an unsupported type (supported: "
+                f"{problem['ctx']['expected_tags']}).",
+                content,
+                code="unsupported_value",
+            )
+        if kind == "unknown_field":
+            where = f"{where}.{problem['ctx']['field']}"
+            hint = problem["ctx"]["hint"]
+            return RequestError(f"{where} is not supported.{hint}", where, code="unknown_parameter")
+        message = "Field required" if kind == "missing" else _message(problem).removesuffix(".")
+        return RequestError(f"{where}: {message}.", where, code="invalid_value")
+    return None
 
 
 def _message(problem: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from bmforge.errors import suggest
 
-__all__ = ["Message", "SentBack", "Strict", "Tool", "ToolChoice"]
+__all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 
 
 class Strict(BaseModel):
@@ -92,18 +92,36 @@ class ToolCall(SentBack):
 
 
 class TextPart(SentBack):
-    """One part of a message's content; only text is supported."""
+    """Text of a message's content."""
 
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None  # ignored, as the prefix cache needs no marks
 
 
+class ImageURL(SentBack):
+    """Image as a data URI; it is always processed in full detail."""
+
+    url: str
+    detail: Literal["auto", "high"] | None = None
+
+
+class ImagePart(SentBack):
+    """Image of a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+    cache_control: dict[str, Any] | None = None  # as in a text part
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class Message(SentBack):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -126,12 +144,21 @@ class Message(SentBack):
             raise ValueError(
                 "tool_call_id is required with the role tool, and not allowed with other roles."
             )
+        if self.role != "user" and any(self.images):
+            raise ValueError("parts of the type image_url are allowed only with the role user.")
         return self
 
     def as_template(self) -> dict[str, Any]:
-        """Return the message as a dict with the fields that chat templates use."""
+        """Return the message as a dict with the fields that chat templates use.
+
+        The template receives an image as a part of the type ``image``, without its data.
+        """
         unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
         fields = self.model_dump(exclude_none=True, exclude=unread)
+        if self.images:
+            image = {"type": "image"}
+            parts = fields["content"]
+            fields["content"] = [p if p["type"] == "text" else image for p in parts]
         thoughts = self.reasoning_content or self.reasoning
         return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
 
@@ -140,4 +167,10 @@ class Message(SentBack):
         """Content of the message as a single text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def images(self) -> list[str]:
+        """URLs of the images in the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]

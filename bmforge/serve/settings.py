@@ -129,6 +129,8 @@ class RequestLimits:
         max_logit_bias: maximum number of tokens in logit_bias.
         max_logprobs: maximum value of top_logprobs.
         max_tools: maximum number of tools per request.
+        max_images: maximum number of images per request; max_body_bytes limits their size.
+        max_image_pixels: maximum number of pixels of an image.
     """
 
     max_prompt_tokens: int | None = None
@@ -141,6 +143,8 @@ class RequestLimits:
     max_logit_bias: int = 1024
     max_logprobs: int = 20
     max_tools: int = 64
+    max_images: int = 8
+    max_image_pixels: int = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)

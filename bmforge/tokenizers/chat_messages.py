@@ -26,7 +26,9 @@ THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 TOOL_ROLES = ("tool", "function")
 
 
-def normalize_message(values: Mapping[str, Any], location: str = "the conversation") -> Message:
+def normalize_message(
+    values: Mapping[str, Any], location: str = "the conversation", images: bool = False
+) -> Message:
     """Convert a message in OpenAI's format to the form that chat templates expect.
 
     Text parts of the content are joined, null content becomes an empty text, the arguments of tool
@@ -36,6 +38,8 @@ def normalize_message(values: Mapping[str, Any], location: str = "the conversati
     Args:
         values: message in OpenAI's format.
         location: file and line, for error messages.
+        images: whether the content may have images, as parts of the type ``image`` or
+            ``image_url``; it is then a list of parts.
 
     Raises:
         DataError: the content is not text, or a tool call has no function name.
@@ -51,7 +55,11 @@ def normalize_message(values: Mapping[str, Any], location: str = "the conversati
             f"{location} has a message without 'content' (needed: a string). Add 'content' to each "
             "entry of 'messages'."
         )
-    message["content"] = _join_parts(message.get("content", ""), location)
+    content = message.get("content", "")
+    if images and isinstance(content, list) and any(map(_is_image, content)):
+        message["content"] = [_normalize_part(part, location) for part in content]
+    else:
+        message["content"] = _join_parts(content, location)
     if calls:
         message["tool_calls"] = [_normalize_call(call, location) for call in calls]
     return message
@@ -59,6 +67,20 @@ def normalize_message(values: Mapping[str, Any], location: str = "the conversati
 
 def _has_thought(message: Message) -> bool:
     return any(message.get(name) for name in THOUGHT_FIELDS)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def _normalize_part(part: Any, location: str) -> dict[str, Any]:
+    """Return a part of the type ``text``, or of the type ``image`` with its source as ``image``."""
+    if not _is_image(part):
+        return {"type": "text", "text": _join_parts([part], location)}
+    source = next((part[n] for n in ("image_url", "image", "url", "path") if part.get(n)), None)
+    if isinstance(source, dict):
+        source = source.get("url")
+    return {"type": "image", **({} if source is None else {"image": source})}
 
 
 def _join_parts(content: Any, location: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ __all__ = ["ChatTemplate", "Message", "find_template"]
 
 # transformers uses this template, if there is one, for conversations with tools.
 _TOOL_FILE = f"{TEMPLATE_DIR}/tool_use.jinja"
+# Where older vision-language models have the template.
+_JSON_FILE = "chat_template.json"
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 Render = Callable[[Mapping[str, Any]], str]
 
@@ -90,6 +93,8 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses this conversation, or exceeds its limits.
         """
+        if self.reads_parts:
+            messages = [_as_parts(message) for message in messages]
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
         try:
             return self._render(values if tools is None else {**values, "tools": tools})
@@ -97,6 +102,19 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template cannot render the conversation ({error})."
             ) from error
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """True if the template reads content only as a list of parts, as that of LLaVA does."""
+        return not self._shows_text("probe") and self._shows_text(_part("probe"))
+
+    def _shows_text(self, content: Any) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = self._render({"messages": messages, "add_generation_prompt": True})
+        except Exception:  # a template may raise any exception
+            return False
+        return "probe" in text
 
     def _write_plain(self, values: Mapping[str, Any]) -> str:
         lines = [self._marks["bos_token"]]
@@ -147,6 +165,16 @@ class ChatTemplate:
         return self.render(example).rpartition("answer")[2]
 
 
+def _part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _as_parts(message: Message) -> Message:
+    """Return a message with its text as a list of parts."""
+    content = message.get("content")
+    return {**message, "content": _part(content)} if isinstance(content, str) else message
+
+
 def _escape(tokenizer: Tokenizer, value: Any) -> Any:
     """Escape the names of special tokens in all texts of a message, except its role."""
     if isinstance(value, str):
@@ -180,9 +208,9 @@ def find_template(folder: Path) -> str | None:
     """Return the chat template of a model directory or GGUF file; None if it has none.
 
     The template is read from ``chat_template.jinja`` or, without this file, from
-    tokenizer_config.json. Of several templates (also those in ``additional_chat_templates``),
-    ``default`` is used, and ``tool_use`` for conversations with tools, as in transformers. These
-    two templates are joined into one source.
+    ``chat_template.json`` or tokenizer_config.json. Of several templates (also those in
+    ``additional_chat_templates``), ``default`` is used, and ``tool_use`` for conversations with
+    tools, as in transformers. These two templates are joined into one source.
 
     Args:
         folder: model directory, or a GGUF file.
@@ -197,6 +225,9 @@ def find_template(folder: Path) -> str | None:
         file = folder / CONFIG_FILE
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         source, for_tools = config.get("chat_template"), None
+        if (folder / _JSON_FILE).is_file():
+            file = folder / _JSON_FILE
+            source = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
         if (folder / TEMPLATE_FILE).is_file():
             source = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
         elif isinstance(source, list):

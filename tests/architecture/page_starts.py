@@ -25,7 +25,9 @@ from small_runs import (
     write_jsonl,
     write_vocabulary,
 )
+from speech_models import write_audio, write_speech_model
 from task_folders import write_boolq, write_copa, write_splits, write_squad, write_words
+from vision_models import make_image, write_vision_model
 
 Writer = Callable[[Path], None]
 
@@ -151,6 +153,33 @@ def write_photos(place: Path) -> None:
                 )
 
 
+def write_vision(place: Path) -> None:
+    """A vision-language model."""
+    write_vision_model(place / "Qwen" / "Qwen2.5-VL-3B-Instruct", "qwen2_5_vl")
+
+
+def write_speech(place: Path) -> None:
+    """A speech model with a window of a second."""
+    write_speech_model(place / "openai" / "whisper-tiny")
+
+
+def write_talk(place: Path) -> None:
+    """Audio of less than a second."""
+    write_audio(place / "speech.wav", 0.8)
+
+
+def write_picture(name: str) -> Writer:
+    return lambda place: make_image(40, 30, ord(name[0])).save(place / name)
+
+
+def write_pictures(place: Path) -> None:
+    """The conversations that the page shows."""
+    text = blocks(ROOT / "docs" / "howto" / "images.md", "json")[0]
+    (place / "pictures.jsonl").write_text(text * 4, encoding="utf-8")
+    if not (place / "cat.jpg").exists():
+        write_picture("cat.jpg")(place)
+
+
 def write_lines(name: str, *rows: Any) -> Writer:
     def write(place: Path) -> None:
         write_jsonl(place / name, rows)
@@ -232,6 +261,12 @@ PLACES: dict[str, Writer] = {
     "superglue": write_superglue,
     "squad": write_questions,
     "photos": write_photos,
+    "Qwen/Qwen2.5-VL-3B-Instruct": write_vision,
+    "openai/whisper-tiny": write_speech,
+    "cat.jpg": write_picture("cat.jpg"),
+    "dog.jpg": write_picture("dog.jpg"),
+    "pictures.jsonl": write_pictures,
+    "speech.wav": write_talk,
     "chats.jsonl": write_lines("chats.jsonl", *CHATS),
     "pairs.jsonl": write_lines("pairs.jsonl", *PAIRS),
     "steps.jsonl": write_lines("steps.jsonl", *STEPS),

@@ -348,3 +348,37 @@ def test_conversations_without_room(tmp_path: Path, letters: Path) -> None:
     config.data = dataclasses.replace(config.data, seq_len=65, split=())
     with pytest.raises(ConfigError, match=r"data\.seq_len=65 is more than"):
         train_sft(config)
+
+
+# LLaVA's reads only parts; Qwen's also reads a text.
+PARTS = "{% for p in message['content'] %}{{ p['text'] if p['type'] == 'text' else '[image]' }}"
+LLAVA = (
+    "{% for message in messages %}{{ message['role'] }}: " + PARTS + "{% endfor %}\n{% endfor %}"
+)
+QWEN = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}" + PARTS + "{% endfor %}{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("source", "reads_parts"), [(LLAVA, True), (QWEN, False), (CHATML, False)])
+def test_texts_are_parts_for_a_template_that_reads_only_parts(
+    tmp_path: Path, source: str, reads_parts: bool
+) -> None:
+    pytest.importorskip("jinja2")
+    template = ChatTemplate(source, AutoTokenizer.from_pretrained(write_letters(tmp_path / "t")))
+    assert template.reads_parts is reads_parts
+    rendered = template.render(TALK[:3])
+    for message in TALK[:3]:
+        assert f"{message['role']}: {message['content']}" in rendered.replace("\n", ": ")
+    if source is not CHATML:
+        content = [{"type": "image"}, {"type": "text", "text": "what"}]
+        assert template.render([{"role": "user", "content": content}]) == "user: [image]what"
+
+
+def test_a_template_in_the_file_of_older_vision_models(tmp_path: Path) -> None:
+    folder = write_letters(tmp_path / "letters", chat_template="old")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": LLAVA}))
+    assert find_template(folder) == LLAVA
+    (folder / "chat_template.jinja").write_text(QWEN)
+    assert find_template(folder) == QWEN

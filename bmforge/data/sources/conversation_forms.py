@@ -45,12 +45,15 @@ _ALSO = {"output": "response", "completion": "response", "input": "context"}
 _SHARED = frozenset({"tools", "functions", "system"})
 
 
-def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[str]]:
+def find_messages(
+    record: Any, location: str, images: bool = False
+) -> tuple[list[Message], frozenset[str]]:
     """Convert a record into messages; also return the names of the fields that were used.
 
     Args:
         record: the parsed JSON value or table row.
         location: file and line, for error messages.
+        images: whether messages may have images; see `normalize_message`.
 
     Raises:
         DataError: the record has none of the known formats.
@@ -58,7 +61,7 @@ def find_messages(record: Any, location: str) -> tuple[list[Message], frozenset[
     values = record if isinstance(record, dict) else {}
     for name in ("messages", "conversations"):
         if isinstance(values.get(name), list):
-            messages = read_turns(values[name], location)
+            messages = read_turns(values[name], location, images)
             return with_system(values, messages), _SHARED | {name}
     if {"chosen", "rejected"} <= values.keys():
         raise DataError(
@@ -87,23 +90,24 @@ def _unknown_form(location: str) -> DataError:
     )
 
 
-def read_turns(turns: Sequence[Any], location: str) -> list[Message]:
+def read_turns(turns: Sequence[Any], location: str, images: bool = False) -> list[Message]:
     """Convert messages in OpenAI's or ShareGPT's format to OpenAI's.
 
     Args:
         turns: objects with ``role`` and ``content``, or ``from`` and ``value``.
         location: file and line, for error messages.
+        images: whether messages may have images; see `normalize_message`.
 
     Raises:
         DataError: an object has neither format.
     """
-    return [_read_turn(turn, location) for turn in turns]
+    return [_read_turn(turn, location, images) for turn in turns]
 
 
-def _read_turn(turn: Any, location: str) -> Message:
+def _read_turn(turn: Any, location: str, images: bool) -> Message:
     values = turn if isinstance(turn, dict) else {}
     if isinstance(values.get("role"), str):
-        return normalize_message(values, location)
+        return normalize_message(values, location, images)
     role, text = values.get("from"), values.get("value")
     if not isinstance(role, str) or not isinstance(text, str):
         raise _unknown_form(location)

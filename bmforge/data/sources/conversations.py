@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.data.sources.conversation_forms import find_messages, read_tools
+from bmforge.data.sources.conversation_images import IMAGE_FIELDS, find_images
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.packed import PACKED, open_unpacked
 from bmforge.errors import DataError, MissingDependencyError
@@ -43,20 +44,21 @@ class ChatExample:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def read_conversations(path: str | os.PathLike[str]) -> list[ChatExample]:
+def read_conversations(path: str | os.PathLike[str], images: bool = False) -> list[ChatExample]:
     """Read every conversation from a file, or from all files of a folder.
 
     Args:
         path: a file with one JSON object per line, with a JSON list of objects, or a Parquet table;
             or a folder of such files.
+        images: whether messages may have images: data URIs, or files relative to the data file.
 
     Raises:
         DataError: the path does not exist, a file cannot be decoded, or an entry is not a
-            conversation with an answer of the assistant.
+            conversation with an answer of the assistant, or has an image without a file.
         MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
     """
     return [
-        _read_record(location, record)
+        _read_record(location, record, file.parent if images else None)
         for file in find_conversation_files(path)
         for location, record in read_records(file)
     ]
@@ -92,8 +94,12 @@ def _suffix_of(file: Path) -> str:
     return (file.with_suffix("") if file.suffix in PACKED else file).suffix.lower()
 
 
-def _read_record(location: str, record: Any) -> ChatExample:
-    messages, form_fields = find_messages(record, location)
+def _read_record(location: str, record: Any, folder: Path | None) -> ChatExample:
+    """Read a conversation; `folder` is the folder of its images, None if it may have none."""
+    messages, form_fields = find_messages(record, location, folder is not None)
+    if folder is not None:
+        messages = find_images(record, messages, location, folder)
+        form_fields |= IMAGE_FIELDS
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{location} has no assistant message to train on. Add an assistant message, or remove "

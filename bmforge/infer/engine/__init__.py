@@ -9,18 +9,24 @@ Batched requests: `request.py` (public types), `requests.py` (engine thread), `s
 `rows.py` runs requests that cannot be batched.
 """
 
-from bmforge.infer.engine.budget import EngineConfig, MemoryPlan
-from bmforge.infer.engine.constraint import Constraint
-from bmforge.infer.engine.engine import Engine
-from bmforge.infer.engine.request import (
-    Completion,
-    Handle,
-    OutputDelta,
-    Request,
-    RequestsConfig,
-    RequestsStatus,
-    TokenLogprob,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the exports that `__getattr__` imports
+    from bmforge.infer.engine.budget import EngineConfig, MemoryPlan
+    from bmforge.infer.engine.constraint import Constraint
+    from bmforge.infer.engine.engine import Engine
+    from bmforge.infer.engine.request import (
+        Completion,
+        Handle,
+        OutputDelta,
+        Request,
+        RequestsConfig,
+        RequestsStatus,
+        TokenLogprob,
+    )
 
 __all__ = [
     "Completion",
@@ -35,3 +41,20 @@ __all__ = [
     "RequestsStatus",
     "TokenLogprob",
 ]
+
+# Module of each export. Other modules of `infer` import single modules of this package, which
+# import them in turn, so nothing is imported before it is used.
+_MODULES = {
+    **dict.fromkeys(("EngineConfig", "MemoryPlan"), "budget"),
+    "Constraint": "constraint",
+    "Engine": "engine",
+    **dict.fromkeys(("Completion", "Handle", "OutputDelta", "Request"), "request"),
+    **dict.fromkeys(("RequestsConfig", "RequestsStatus", "TokenLogprob"), "request"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an export when it is first used."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

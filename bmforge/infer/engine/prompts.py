@@ -15,7 +15,7 @@ from bmforge.infer.engine.answers import Answer, Vocabulary
 from bmforge.infer.engine.constraint import ConstraintCompiler
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import Request
-from bmforge.infer.generation import check_prompt, complete_config
+from bmforge.infer.generation import check_inputs, check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.tokenizers import CPM2Tokenizer
@@ -83,6 +83,7 @@ class PromptReader:
         if config.seed is None and config.do_sample:
             config = config.replace(seed=secrets.randbits(63))
         self._check(request, config)
+        check_inputs(model, request.inputs)
         deltas = check_names(model, request.delta)
         ids: tuple[int, ...] = ()
         read_ids = ids

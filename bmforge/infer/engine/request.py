@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
@@ -48,6 +50,7 @@ class Request:
         thoughts: limit on the reasoning at the start of every answer; None for no limit.
         hidden_ids: tokens whose text is omitted from the answers, besides the EOS tokens; None
             means the tokenizer's begin, end and padding tokens.
+        inputs: further inputs of the model for the prompt, as in `generate`.
     """
 
     prompt: str | Sequence[int]
@@ -58,6 +61,7 @@ class Request:
     delta: DeltaChoice = None
     thoughts: ThoughtBudget | None = None
     hidden_ids: tuple[int, ...] | None = None
+    inputs: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the deadline is not positive."""

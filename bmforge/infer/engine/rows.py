@@ -1,7 +1,8 @@
 """Unbatched requests: each runs alone through `Decoder`, interleaved with other requests.
 
-Unbatched requests are beam searches, and requests to encoder-decoders and to models with their own
-prompt format (GLM, CPM-Ant, CPM-Bee, EVA). Their results do not depend on other requests.
+Unbatched requests are beam searches, and requests to encoder-decoders, to transformers models (also
+with images), and to models with their own prompt format (GLM, CPM-Ant, CPM-Bee, EVA). Their results
+do not depend on other requests.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class UnbatchedRunner:
             return start_hidden(model, self._tokenizer, ready.ids, ready.config)
         device = next(model.parameters()).device
         ids = torch.tensor([ready.ids], device=device)
-        return start_decoder(model, ids, None, ready.config.max_new_tokens)
+        inputs = ready.request.inputs
+        return start_decoder(model, ids, None, ready.config.max_new_tokens, inputs=inputs)
 
     def _write(self, decoder: Decoder, start: Tensor) -> None:
         """Generate all answers, one token per answer and step."""

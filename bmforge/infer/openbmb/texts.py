@@ -13,7 +13,7 @@ thu-coai/EVA, and the README of OpenBMB/CPM-Bee.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,7 @@ def continue_ids(
     ids: Sequence[int],
     config: GenerationConfig,
     on_text: Callable[[str], None] | None = None,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> list[str]:
     """Return the text of each continuation, up to its first stop string.
 
@@ -112,6 +113,7 @@ def continue_ids(
         ids: token ids of the prompt, or of the encoder's input.
         config: generation options.
         on_text: called with each chunk of the first continuation's text.
+        inputs: further inputs of the model for the prompt, as in `generate`.
 
     Raises:
         ConfigError: an option does not apply.
@@ -131,7 +133,7 @@ def continue_ids(
     reader = _RowTexts(tokenizer, stops, marks, before, config.eos_tokens, on_text)
     rows = torch.tensor([ids], device=next(model.parameters()).device)
     stop = reader.read if stops or on_text is not None else None
-    out = generate(model, rows, torch.ones_like(rows), config, stop=stop)
+    out = generate(model, rows, torch.ones_like(rows), config, stop=stop, inputs=inputs)
     if stop is None:
         for tokens in out[:, 1 if is_apart else len(ids) :].T:
             reader.read(tokens)

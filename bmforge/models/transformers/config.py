@@ -45,7 +45,8 @@ _NAMES = {
     ),
 }  # fmt: skip
 _HEADS_THAT_READ_APART = ("sequence_to_sequence", "speech_to_text")
-_HEADS_THAT_WRITE = ("language_model", "sequence_to_sequence")
+_IMAGE_HEAD = "image_text_to_text"
+_HEADS_THAT_WRITE = ("language_model", "sequence_to_sequence", _IMAGE_HEAD)
 # Layers of these kinds have a state of constant size, or none, instead of a KV cache.
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "moe", "mlp")
 
@@ -57,7 +58,7 @@ class TransformersTraits(Traits):
     def of(self, config: Any) -> Traits:
         """Return the `Traits` of the model that `config` describes."""
         apart = config.head in _HEADS_THAT_READ_APART
-        left = config.head in ("language_model", "image_text_to_text")
+        left = config.head in ("language_model", _IMAGE_HEAD)
         reads: Any = "apart" if apart else "left" if left else "both"
         objective: Any = "spans" if apart else "next token" if left else "masked tokens"
         return replace(
@@ -67,6 +68,7 @@ class TransformersTraits(Traits):
             positions="learned" if config.learned_positions else "rotary",
             has_images=config.head == "image_classification",
             writes=config.head in _HEADS_THAT_WRITE,
+            own_writing_head=_IMAGE_HEAD if config.head == _IMAGE_HEAD else "",
             position_limit=config.max_seq_len if config.learned_positions else None,
         )
 

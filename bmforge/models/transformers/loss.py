@@ -204,7 +204,5 @@ def head_loss(
         )
     if config.head in ("sequence_classification", "token_classification", "image_classification"):
         return classification_loss(out.logits, labels, config.problem_type, num_items)
-    if config.head == "image_text_to_text":
-        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     count = (labels != IGNORE_INDEX).sum().clamp(min=1) if num_items is None else num_items
     return sum_cross_entropy(out.logits, labels) / count

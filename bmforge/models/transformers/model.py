@@ -102,6 +102,14 @@ class TransformersModel(Model):
         return self
 
     @property
+    def takes_images(self) -> bool:  # type: ignore[override]
+        """True if prompts of the model may contain images."""
+        writes = self.config.head in _SHIFTED and hasattr(
+            self.foreign, "prepare_inputs_for_generation"
+        )
+        return writes and "pixel_values" in self._arguments
+
+    @property
     def embed(self) -> Any:
         """Token embedding; None for models without token inputs and for later pipeline stages."""
         if not self.structure.embed:
@@ -372,7 +380,7 @@ class TransformersModel(Model):
     def _compute_loss(
         self, arguments: dict[str, Any], labels: Tensor | None, num_items: float | Tensor | None
     ) -> ModelOutput:
-        if self.config.head == "language_model":
+        if self.config.head in _SHIFTED:
             assert labels is not None
             loss = LanguageLoss(self.foreign, self.structure, self.behavior)
             return ModelOutput(loss(arguments, labels, num_items))

@@ -97,16 +97,19 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
-        head: key of `library.AUTO_CLASSES`. Only language models are tested, and the KV cache of
-            encoder-decoders.
+        head: key of `library.AUTO_CLASSES`. Only language models are tested, the KV cache of
+            encoder-decoders, and how vision-language models compute logits.
     """
     untested = Behavior(reason=f"head={head!r} is not tested")
-    if head not in ("language_model", "sequence_to_sequence"):
+    if head not in ("language_model", "sequence_to_sequence", "image_text_to_text"):
         return untested
     try:
         twin = build_twin(hf_config, head)
         if head == "sequence_to_sequence":
             return replace(untested, caches=_continues_targets(twin))
+        if head == "image_text_to_text":
+            kind, factor = _find_text_head(twin, find_structure(twin))
+            return replace(untested, head=kind, factor=factor)
         return _probe(twin, find_structure(twin))
     except Exception as error:  # any code of transformers may fail at small sizes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -116,9 +119,19 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
         return Behavior(reason=reason)
 
 
+def _text_ids() -> Tensor:
+    return torch.arange(_TOKENS).mul(37).add(11).remainder(VOCABULARY - 20).add(5)[None]
+
+
+@torch.no_grad()
+def _find_text_head(twin: Any, structure: Structure) -> tuple[str, float]:
+    """Find out how the logits of a text are computed; see `_find_head`."""
+    return _find_head(twin, structure, _text_ids(), _run(twin, _text_ids()))
+
+
 @torch.no_grad()
 def _probe(twin: Any, structure: Structure) -> Behavior:
-    ids = torch.arange(_TOKENS).mul(37).add(11).remainder(VOCABULARY - 20).add(5)[None]
+    ids = _text_ids()
     called: set[str] = set()
     general = general_names(twin)
     hooks = [

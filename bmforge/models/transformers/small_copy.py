@@ -165,6 +165,8 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the twin
         elif name.endswith("token_id"):
             yield name, _small_id(name, value)
+        elif isinstance(value, dict) and "mrope_section" in value:
+            yield name, {**value, "mrope_section": [2, 3, 3]}  # the sum is half of head_dim
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
