@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel, load_weights_
@@ -212,9 +212,7 @@ def _compute(
         return str(error)
     if not adapter:
         load_weights_(model, files)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):  # some classifiers have one that no config sets
-            module.p = 0.0
+    model.eval()  # without dropout, masked spectrograms and statistics of batches
     mesh = mesh_of(model)
     size = data_parallel_size(mesh)
     items = model.count_items(batch) / size
