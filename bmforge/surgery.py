@@ -196,18 +196,26 @@ def find_repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     Blocks are the children of a container (ModuleList, ModuleDict, Sequential) with at least two
     children of one class and with parameters; some of them may have no parameters. In nested lists
     they are the children of the innermost list, because only those are called. Blocks inside of
-    other blocks are not listed.
+    other blocks are not listed. If there is no such container, the only item of a ModuleList is a
+    block, as in ALBERT, whose layers share their weights.
     """
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return _find_blocks(root, lists, 2) or _find_blocks(root, (nn.ModuleList,), 1)
+
+
+def _find_blocks(
+    root: nn.Module, lists: tuple[type[nn.Module], ...], least: int
+) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         if any(name == b or name.startswith(b + ".") for b in blocks):
             continue
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        if isinstance(module, lists):
             children = dict(module.named_children())
             kinds = {type(child) for child in children.values()}
             has_parameters = any(True for _ in module.parameters())
             runs = not kinds & {nn.ModuleList, nn.ModuleDict}
-            if len(children) >= 2 and _are_alike(kinds) and has_parameters and runs:
+            if len(children) >= least and _are_alike(kinds) and has_parameters and runs:
                 prefix = f"{name}." if name else ""
                 blocks.update({prefix + key: child for key, child in children.items()})
     return blocks

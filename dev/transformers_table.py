@@ -1,263 +1,79 @@
 #!/usr/bin/env python3
 """Write docs/reference/capabilities_transformers.md: the capabilities of each model type.
 
-    python dev/transformers_table.py measure rows.jsonl [TYPE ...]
+    python dev/transformers_table.py measure rows.jsonl [TYPE ...] [--head HEAD]
     python dev/transformers_table.py write rows.jsonl
 
-`measure` checks small random models of the named causal language models (all types of the installed
-transformers without names) against plain transformers, and appends a line per type. Checks that the
-file has a result of are skipped, so the work can be divided. `write` makes the page from the lines.
+`measure` checks small random models of the named types (all types of the installed transformers
+without names) with one head against plain transformers, and appends a line per type. Checks that
+the file has a result of are skipped, so the work can be divided. `write` makes the page from the
+lines. The checks are in `transformers_checks.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import re
-import signal
-import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers.models.auto import modeling_auto
+from transformers_checks import CAUSAL_CHECKS, HEAD_CHECKS, checks_of, measure_type
 
-from bmforge.errors import ConfigError, DistributedError
-from bmforge.infer import generate
-from bmforge.models import AutoModel
-from bmforge.models.pack import quantize_
-from bmforge.models.transformers.small_copy import build_twin
-from bmforge.nn.packed_store import PackedStore
-from bmforge.parallel import Layout
-from bmforge.testing.foreign_layouts import compare_layout, compare_stages
-from bmforge.tune.delta import Lora
+from bmforge.models.transformers.library import AUTO_CLASSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "capabilities_transformers.md"
-TYPES = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-_SECONDS, _NEW = 240, 6
-_LEAST_PACKED = 0.95
-
-
-class Sample:
-    """A small model of one type, plain and opened by bmforge."""
-
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind, self.directory = kind, directory
-        self.plain = build_twin(transformers.AutoConfig.for_model(kind), "language_model")
-        self.plain.save_pretrained(directory / "plain")
-
-    def open(self) -> Any:
-        """Open the model by the backend."""
-        return AutoModel.from_pretrained(self.directory / "plain", backend="transformers")
-
-
-def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
-    """Return random token ids."""
-    return torch.randint(5, 150, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-def check_weights(sample: Sample) -> str:
-    """Logits and saved files are bit for bit those of transformers."""
-    ours, ids = sample.open(), tokens(2, 20)
-    with torch.no_grad():
-        if not torch.equal(ours(ids).logits, sample.plain(input_ids=ids).logits):
-            return "no: logits differ"
-    ours.save_pretrained(sample.directory / "ours")
-    before = load_file(sample.directory / "plain" / "model.safetensors")
-    after = load_file(sample.directory / "ours" / "model.safetensors")
-    same = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    return "yes" if same else "no: saved tensors differ"
-
-
-def check_loss(sample: Sample) -> str:
-    """Loss with a given number of items and all gradients are those of plain cross-entropy."""
-    ours, ids = sample.open(), tokens(2, 17, seed=1)
-    labels = ids.clone()
-    labels[0, :6] = -100
-    sample.plain.zero_grad()
-    logits = sample.plain(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    wanted = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / 50
-    wanted.backward()
-    loss = ours(ids, labels=labels, num_items_in_batch=50.0).loss
-    loss.backward()
-    if not torch.allclose(loss, wanted, rtol=1e-5):
-        return f"no: loss {float(loss):.5f}, not {float(wanted):.5f}"
-    plain = dict(sample.plain.named_parameters())
-    for name, parameter in ours.named_parameters():
-        zero = torch.zeros_like(parameter)
-        got = zero if parameter.grad is None else parameter.grad
-        need = zero if plain[name].grad is None else plain[name].grad
-        if not torch.allclose(got, need, rtol=1e-3, atol=2e-5 * max(1e-2, float(need.abs().max()))):
-            return f"no: gradient of {name}"
-    return "yes"
-
-
-def check_packing(sample: Sample) -> str:
-    """A packed row has the logits of its documents alone, or is refused."""
-    ours = sample.open()
-    first, second = tokens(1, 9, seed=2), tokens(1, 13, seed=3)
-    with torch.no_grad():
-        alone = torch.cat([sample.plain(input_ids=ids).logits for ids in (first, second)], 1)
-        documents = torch.tensor([[0] * 9 + [1] * 13])
-        packed = ours(torch.cat((first, second), 1), document_ids=documents).logits
-    return "yes" if torch.allclose(packed, alone, atol=1e-3) else "no: documents see each other"
-
-
-def check_generation(sample: Sample) -> str:
-    """Rows of two lengths in a batch continue as each alone, computed without a cache."""
-    ours, ids = sample.open(), tokens(2, 8, seed=4)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    plain = {"eos_token_id": (), "forced_eos_token_id": None}
-    got = generate(ours, ids, mask, max_new_tokens=_NEW, **plain)
-    for row, own, left in zip(ids, got, (mask == 0).sum(1).tolist(), strict=True):
-        alone = row[None, left:]
-        with torch.no_grad():
-            for _ in range(_NEW):
-                chosen = sample.plain(input_ids=alone).logits[:, -1].argmax(-1, keepdim=True)
-                alone = torch.cat((alone, chosen), 1)
-        if not torch.equal(own[left:], alone[0]):
-            return "no: tokens differ"
-    return "yes"
-
-
-def check_lora(targets: list[str]) -> Callable[[Sample], str]:
-    """Return the check that an adapter's parameters all get gradients."""
-
-    def check(sample: Sample) -> str:
-        ours, ids = sample.open(), tokens(2, 12, seed=5)
-        Lora(ours, targets=targets, rank=2)
-        ours(ids, labels=ids).loss.backward()
-        trained = [(n, p) for n, p in ours.named_parameters() if p.requires_grad]
-        idle = [name for name, parameter in trained if parameter.grad is None]
-        return (
-            "yes"
-            if trained and not idle
-            else f"no: {len(idle)} adapter parameters have no gradient"
-        )
-
-    return check
-
-
-def check_int8(sample: Sample) -> str:
-    """Packed layers hold nearly all weights of the blocks, and the model still runs."""
-    ours, ids = sample.open(), tokens(2, 12, seed=6)
-    blocks = tuple(f"{stack}." for stack in ours.structure.stacks)
-    whole = sum(
-        p.numel() for n, p in ours.named_parameters() if n.startswith(blocks) and p.dim() > 1
-    )
-    quantize_(ours, "int8")
-    stores = {n for n, module in ours.named_modules() if isinstance(module, PackedStore)}
-    left = sum(
-        p.numel()
-        for n, p in ours.named_parameters()
-        if n.startswith(blocks) and p.dim() > 1 and n.rpartition(".")[0] not in stores
-    )
-    with torch.no_grad():
-        if not bool(ours(ids).logits.isfinite().all()):
-            return "no: not finite"
-    share = 1 - left / whole
-    return "yes" if share >= _LEAST_PACKED else f"part: {share:.0%} of the block weights"
-
-
-def check_layout(layout: Layout) -> Callable[[Sample], str]:
-    """Return the check that a layout of two processes has the gradients of one."""
-
-    def check(sample: Sample) -> str:
-        refusal = compare_layout(sample.directory / "plain", layout)
-        return f"refused: {' '.join(refusal.split())[:200]}" if refusal else "yes"
-
-    return check
-
-
-def check_stages(sample: Sample) -> str:
-    """Two halves of the blocks, run one after the other, have the gradients of the model."""
-    refusal = compare_stages(sample.directory / "plain")
-    return f"refused: {refusal}" if refusal else "yes"
-
-
-CHECKS: dict[str, Callable[[Sample], str]] = {
-    "weights": check_weights,
-    "loss": check_loss,
-    "packed rows": check_packing,
-    "generation": check_generation,
-    "LoRA q, v": check_lora(["attn.q", "attn.v"]),
-    "LoRA all-linear": check_lora(["all-linear"]),
-    "int8": check_int8,
-    "TP 2": check_layout(Layout(tp=2)),
-    "PP 2": check_stages,
-    "EP 2": check_layout(Layout(zero=3, ep=2)),
+CAUSAL = "language_model"
+HEADS = {  # head -> title of its section
+    "sequence_to_sequence": "Sequence-to-sequence models",
+    "masked_lm": "Masked language models",
+    "sequence_classification": "Sequence classifiers",
+    "token_classification": "Token classifiers",
+    "image_text_to_text": "Image-text-to-text models",
+    "speech_to_text": "Speech-to-text models",
 }
+Rows = dict[str, dict[str, str]]  # type -> check -> result
 
 
-def measure_type(kind: str, checks: Iterable[str] = tuple(CHECKS)) -> dict[str, str]:
-    """Return the results of the named checks of one type."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            sample = Sample(kind, Path(folder))
-        except Exception as error:  # any code of transformers may fail at small sizes
-            return {"built": f"no: {_one_line(error)}"}
-        row = {"built": "yes"}
-        for name in checks:
-            try:
-                row[name] = CHECKS[name](sample)
-            except ConfigError as error:
-                row[name] = f"refused: {_one_line(error)}"
-            except Exception as error:
-                row[name] = f"error: {_one_line(error)}"
-        return row
+def types_of(head: str) -> tuple[str, ...]:
+    """Return the model types that transformers has with a head."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return tuple(getattr(auto, AUTO_CLASSES[head][1]))
 
 
-def _stop(*_: Any) -> None:
-    raise TimeoutError(f"longer than {_SECONDS} s")
-
-
-def _one_line(error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, DistributedError):  # the last line of a worker's traceback
-        text = text.strip().splitlines()[-1]
-    return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
-
-
-def measure(file: Path, kinds: list[str]) -> None:
+def measure(file: Path, head: str, kinds: list[str]) -> None:
     """Append the results that the file does not have."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("bmforge").setLevel(logging.ERROR)
-    signal.signal(signal.SIGALRM, _stop)
-    rows = read_rows(file)
-    for kind in kinds or TYPES:
+    rows = read_rows(file)[head]
+    for kind in kinds or types_of(head):
         done = rows.get(kind, {})
-        missing = [name for name in CHECKS if name not in done]
+        missing = [name for name in checks_of(head) if name not in done]
         if not missing or done.get("built", "yes") != "yes":
             continue
-        signal.alarm(_SECONDS)
-        row = measure_type(kind, missing)
-        signal.alarm(0)
+        row = measure_type(kind, head, missing)
         with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"type": kind, **row}) + "\n")
+            out.write(json.dumps({"type": kind, "head": head, **row}) + "\n")
 
 
-def read_rows(file: Path) -> dict[str, dict[str, str]]:
-    """Return type -> its results; a later line of a type adds to an earlier one."""
+def read_rows(file: Path) -> dict[str, Rows]:
+    """Return head -> type -> results; a later line of a type adds to an earlier one."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows: dict[str, dict[str, str]] = {}
+    heads: dict[str, Rows] = {head: {} for head in (CAUSAL, *HEADS)}
     for row in (json.loads(line) for line in lines if line.strip()):
-        kind = row.pop("type")
+        kind, rows = row.pop("type"), heads[row.pop("head", CAUSAL)]
         rows[kind] = {**rows.get(kind, {}), **row}
-    return rows
+    return heads
 
 
 def write(file: Path) -> None:
     """Write the page; types without a row are listed as not tested."""
-    rows = read_rows(file)
-    built = {kind: row for kind, row in sorted(rows.items()) if row["built"] == "yes"}
+    heads = read_rows(file)
+    rows = heads[CAUSAL]
+    built = _built(rows)
     lines = [
         "# Capabilities of transformers models",
         "",
@@ -271,33 +87,85 @@ def write(file: Path) -> None:
         "gradients of two stages, run one after the other, are compared with those of the full "
         "model.",
         "",
-        f"{len(rows)} of {len(TYPES)} causal language models were tested. {len(built)} of them can "
-        "be built at small sizes.",
+        "## Causal language models",
         "",
-        "| | " + " | ".join(CHECKS) + " |",
-        "|---" * (len(CHECKS) + 1) + "|",
-        "| supported | " + " | ".join(str(_count(built, name)) for name in CHECKS) + " |",
+        f"{len(rows)} of {len(types_of(CAUSAL))} causal language models were tested. {len(built)} "
+        "of them can be built at small sizes.",
+        "",
+        *_table(built, list(CAUSAL_CHECKS)),
+        "",
+        "### Reasons",
+        "",
+        *_reason_lines(rows),
+        *_untested(CAUSAL, rows),
+        "",
+        "## Other models",
+        "",
+        "`loss` compares the loss and all gradients with those of plain transformers. `LoRA` "
+        "attaches adapters to all linear layers, and those of trained layers must get a gradient. "
+        "`int8` quantizes nearly all weights of the blocks. `ZeRO-3` "
+        "compares the loss and the gradients of two processes with one process. The input has an "
+        "image or sound if the column `input` says so, otherwise only text.",
     ]
-    lines += [
-        f"| `{kind}` | "
-        + " | ".join(row.get(n, "not tested").partition(":")[0] for n in CHECKS)
-        + " |"
-        for kind, row in built.items()
-    ]
-    lines += ["", "## Reasons", ""]
-    lines += _reason_lines(rows)
-    missing = [kind for kind in TYPES if kind not in rows]
-    if missing:
-        lines += ["", "## Not tested", "", ", ".join(f"`{kind}`" for kind in missing) + "."]
+    for head, title in HEADS.items():
+        lines += _head_section(head, title, heads[head])
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _reason_lines(rows: dict[str, dict[str, str]]) -> list[str]:
+def _head_section(head: str, title: str, rows: Rows) -> list[str]:
+    """Return the lines of the section of a head; types that pass every check share a line."""
+    small = _built(rows)
+    built = {kind: row for kind, row in small.items() if row["inputs"] != "none"}
+    names = list(HEAD_CHECKS)
+    full = [kind for kind, row in built.items() if all(row.get(name) == "yes" for name in names)]
+    rest = {kind: row for kind, row in built.items() if kind not in full}
+    other = [f"`{kind}`" for kind in full if built[kind]["inputs"] != "text"]
+    lines = [
+        "",
+        f"### {title}",
+        "",
+        f"{len(small)} of {len(types_of(head))} types can be built at small sizes, and the script "
+        f"has an example input for {len(built)} of them. {len(full)} pass all checks ("
+        + ", ".join(f"{name}: {_count(built, name)}" for name in names)
+        + ").",
+        "",
+        "All checks pass: " + ", ".join(f"`{kind}`" for kind in full) + ".",
+    ]
+    if other:
+        lines += ["", "Tested with an image or sound: " + ", ".join(other) + "."]
+    if rest:
+        lines += ["", *_table(rest, ["inputs", *names], counts=False)]
+    if reasons := _reason_lines(rows):
+        lines += ["", *reasons]
+    return [*lines, *_untested(head, rows)]
+
+
+def _built(rows: Rows) -> Rows:
+    return {kind: row for kind, row in sorted(rows.items()) if row["built"] == "yes"}
+
+
+def _table(built: Rows, names: list[str], *, counts: bool = True) -> list[str]:
+    """Return the lines of a table with a row per type, after a row of counts."""
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    if counts:
+        lines.append("| supported | " + " | ".join(str(_count(built, n)) for n in names) + " |")
+    for kind, row in built.items():
+        cells = (row.get(name, "not tested").partition(":")[0] for name in names)
+        lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _untested(head: str, rows: Rows) -> list[str]:
+    missing = [f"`{kind}`" for kind in types_of(head) if kind not in rows]
+    return ["", "Not tested: " + ", ".join(missing) + "."] if missing else []
+
+
+def _reason_lines(rows: Rows) -> list[str]:
     """Return a line per reason, with the checks and the types that it applies to."""
     checks: dict[tuple[str, str], list[str]] = {}  # (type, reason) -> names of checks
     for kind, row in sorted(rows.items()):
         for name, value in row.items():
-            if value != "yes":
+            if value != "yes" and name != "inputs":
                 checks.setdefault((kind, _shorten(value)), []).append(f"`{name}`")
     kinds: dict[tuple[str, str], list[str]] = {}  # (names of checks, reason) -> types
     for (kind, reason), names in checks.items():
@@ -322,7 +190,7 @@ def _shorten(value: str) -> str:
     return f"{status}: {text.rstrip('.')}"
 
 
-def _count(rows: dict[str, dict[str, str]], name: str) -> int:
+def _count(rows: Rows, name: str) -> int:
     return sum(row.get(name) == "yes" for row in rows.values())
 
 
@@ -332,9 +200,10 @@ def main() -> None:
     parser.add_argument("command", choices=("measure", "write"))
     parser.add_argument("file", type=Path)
     parser.add_argument("types", nargs="*")
+    parser.add_argument("--head", choices=(CAUSAL, *HEADS), default=CAUSAL)
     given = parser.parse_args()
     if given.command == "measure":
-        measure(given.file, given.types)
+        measure(given.file, given.head, given.types)
     else:
         write(given.file)
 

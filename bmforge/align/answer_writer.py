@@ -169,7 +169,10 @@ class AnswerWriter:
     def _fill_copy(self) -> None:
         """Gather the trained weights into the copy, in place."""
         trained = persistent_tensors(self._model)
-        for name, target in persistent_tensors(self._copy).items():
+        copied = persistent_tensors(self._copy)
+        if not self._owners and (missing := copied.keys() - trained.keys()):
+            raise RuntimeError(f"the rollout copy has tensors that the policy lacks: {missing}.")
+        for name, target in copied.items():
             if name in trained:
                 target.copy_(whole_tensor(trained[name]))
             if self._owners:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import check_scores, is_one_of, process_scores
+from bmforge.infer.sampling import Words, check_scores, is_one_of, process_scores
 
 __all__ = ["beam_search"]
 
@@ -16,7 +18,11 @@ _WORST = -1.0e9
 
 
 def beam_search(
-    decoder: Decoder, prompt: Tensor, padding: Tensor, config: GenerationConfig
+    decoder: Decoder,
+    prompt: Tensor,
+    padding: Tensor,
+    config: GenerationConfig,
+    words: Sequence[Words] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return the best continuations of every prompt and their scores, best first.
 
@@ -25,6 +31,7 @@ def beam_search(
         prompt: token ids.
         padding: number of padding tokens on the left of each prompt.
         config: generation options; `num_return_sequences` continuations are returned per prompt.
+        words: token sequences that are not generated, for each prompt.
 
     Shape:
         prompt: (B, T); padding: (B,)
@@ -35,7 +42,8 @@ def beam_search(
     scores = decoder.repeat(config.num_beams, decoder.run(prompt))
     while True:
         ids = beams.ids.flatten(0, 1)[:, : beams.length]
-        log_probs = process_scores(scores.log_softmax(-1), ids, beams.new_tokens, padding, config)
+        log_probs = scores.log_softmax(-1)
+        log_probs = process_scores(log_probs, ids, beams.new_tokens, padding, config, words)
         check_scores(log_probs.unflatten(0, (-1, config.num_beams)).amax(1))
         origin = beams.advance(log_probs)
         if beams.is_done():

@@ -16,7 +16,14 @@ from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.infer.options import GenerationConfig
-from bmforge.infer.sampling import check_scores, choose_tokens, is_one_of, process_scores
+from bmforge.infer.sampling import (
+    Words,
+    check_scores,
+    choose_tokens,
+    is_one_of,
+    process_scores,
+    prompt_ngrams,
+)
 from bmforge.models.causal_lm import CausalLM
 from bmforge.nn.prompt import count_ids, with_prompt
 from bmforge.surgery import evaluating
@@ -94,7 +101,8 @@ def generate(
         decoder, start = start_decoder(model, input_ids, mask, length, adapter_names, inputs)
         padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
         with decoder.undisturbed() if on_token is None else nullcontext():
-            ids = run_decoder(decoder, start, padding, config, on_token, stop)
+            words = _forbidden_words(input_ids, config)
+            ids = run_decoder(decoder, start, padding, config, on_token, stop, words)
     return ids if model.traits.reads == "apart" else ids[:, added:]
 
 
@@ -115,6 +123,7 @@ def run_decoder(
     config: GenerationConfig,
     on_token: Callable[[Tensor], None] | None = None,
     stop: Callable[[Tensor], Tensor] | None = None,
+    words: Sequence[Words] = (),
 ) -> Tensor:
     """Generate with a new decoder according to `config`.
 
@@ -124,14 +133,23 @@ def run_decoder(
         padding: number of leading tokens of each sequence that repetition penalties ignore.
         config: generation options, complete with end and padding tokens.
         on_token, stop: arguments of `generate`.
+        words: token sequences that are not generated, for each prompt.
 
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
+
+    Raises:
+        ConfigError: the option encoder_no_repeat_ngram_size is set, but not `words`.
     """
+    if config.encoder_no_repeat_ngram_size and not words:
+        raise ConfigError(
+            f"encoder_no_repeat_ngram_size={config.encoder_no_repeat_ngram_size} is not supported "
+            "for the prompt format of this model (only for plain prompts). Set it to 0."
+        )
     if config.num_beams > 1:
-        return beam_search(decoder, start, padding, config)[0]
+        return beam_search(decoder, start, padding, config, words)[0]
     ids = start
-    for ids in _choose_rows(decoder, start, padding, config, stop):
+    for ids in _choose_rows(decoder, start, padding, config, stop, words):
         if on_token is not None:
             on_token(ids[:, -1])
     return ids
@@ -166,7 +184,8 @@ def stream_tokens(
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
     padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
-    steps = _choose_rows(decoder, start, padding, config)
+    words = _forbidden_words(input_ids, config)
+    steps = _choose_rows(decoder, start, padding, config, words=words)
     while True:
         with evaluating(model), torch.no_grad():  # not while the consumer of this generator runs
             ids = next(steps, None)
@@ -181,6 +200,7 @@ def _choose_rows(
     padding: Tensor,
     config: GenerationConfig,
     stop: Callable[[Tensor], Tensor] | None = None,
+    words: Sequence[Words] = (),
 ) -> Iterator[Tensor]:
     """Yield the ids of all sequences after every step (views of one tensor), until all end."""
     generator = None
@@ -195,7 +215,7 @@ def _choose_rows(
     for step in range(config.max_new_tokens):
         if step:
             scores = decoder.run(ids[:, length - 1 : length])
-        scores = process_scores(scores, ids[:, :length], step, padding, config)
+        scores = process_scores(scores, ids[:, :length], step, padding, config, words)
         check_scores(scores[~ended])
         tokens = choose_tokens(scores, config, generator, ended)
         can_end = bool(config.eos_tokens) or stop is not None
@@ -209,6 +229,12 @@ def _choose_rows(
             ended = ended | stop(tokens)
         if can_end and bool(ended.all()):
             break
+
+
+def _forbidden_words(input_ids: Tensor, config: GenerationConfig) -> Sequence[Words]:
+    """Return the n-grams of each prompt that are not generated; () if the option is off."""
+    ngram = config.encoder_no_repeat_ngram_size
+    return [prompt_ngrams(row, ngram) for row in input_ids.tolist()] if ngram else ()
 
 
 def complete_config(

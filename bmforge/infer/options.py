@@ -36,6 +36,8 @@ class GenerationConfig:
         frequency_penalty: value subtracted from a generated token's logit once per occurrence
             (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.
+        encoder_no_repeat_ngram_size: length in tokens of n-grams of the prompt that are not
+            generated; 0 for no limit.
         bad_words_ids: token sequences that are not generated.
         logit_bias: dict from token id to the value that is added to the token's logit.
         forced_bos_token_id: first token after the start token of an encoder-decoder (mBART's
@@ -82,6 +84,7 @@ class GenerationConfig:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     forced_bos_token_id: int | None = None
@@ -290,7 +293,7 @@ _TUPLES = (
 )
 _WHOLE = {
     *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams"),
-    *("num_return_sequences", "logprobs", "forced_bos_token_id"),
+    *("num_return_sequences", "logprobs", "forced_bos_token_id", "encoder_no_repeat_ngram_size"),
 }
 _FRACTIONS = {
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -321,6 +324,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("presence_penalty", "finite", math.isfinite),
     ("frequency_penalty", "finite", math.isfinite),
     ("no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
+    ("encoder_no_repeat_ngram_size", "at least 0", lambda v: v >= 0),
     ("bad_words_ids", "a tuple of non-empty tuples of token ids", _are_words),
     ("logit_bias", "a mapping from token ids to finite numbers", _are_biases),
     ("forced_bos_token_id", "a token id, or None", lambda v: v is None or v >= 0),

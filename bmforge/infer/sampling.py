@@ -14,6 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.options import GenerationConfig
 
 __all__ = [
+    "Words",
     "add_biases",
     "apply_temperature",
     "check_scores",
@@ -31,9 +32,13 @@ __all__ = [
     "penalize_repetition",
     "penalize_written",
     "process_scores",
+    "prompt_ngrams",
 ]
 
 _MASK = (1 << 64) - 1
+
+Words = tuple[tuple[int, ...], ...]
+"""Token sequences."""
 
 
 def is_one_of(ids: Tensor, tokens: tuple[int, ...]) -> Tensor:
@@ -94,6 +99,11 @@ def find_repeats(ids: Sequence[int], ngram: int) -> list[int]:
     return [ids[i + ngram - 1] for i in starts if list(ids[i : i + ngram - 1]) == last]
 
 
+def prompt_ngrams(ids: Sequence[int], ngram: int) -> Words:
+    """Return the n-grams of length `ngram` in a prompt, without repetitions."""
+    return tuple(dict.fromkeys(zip(*(ids[first:] for first in range(ngram)), strict=False)))
+
+
 def find_bad_words(ids: Sequence[int], words: Sequence[Sequence[int]]) -> list[int]:
     """Return the tokens that would complete one of `words`."""
     completing = []
@@ -131,11 +141,17 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
 
 
 def process_scores(
-    scores: Tensor, ids: Tensor, new_tokens: int, padding: Tensor, config: GenerationConfig
+    scores: Tensor,
+    ids: Tensor,
+    new_tokens: int,
+    padding: Tensor,
+    config: GenerationConfig,
+    words: Sequence[Words] = (),
 ) -> Tensor:
     """Apply the options that also affect greedy decoding.
 
-    These are biases, penalties, forbidden tokens, the minimum length and forced tokens.
+    These are biases, penalties, forbidden tokens, the minimum length and forced tokens. `words` are
+    token sequences that are not generated, for each prompt; the rows of a prompt are adjacent.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)
@@ -147,12 +163,13 @@ def process_scores(
     if new_tokens and (config.presence_penalty or config.frequency_penalty):
         penalties = config.presence_penalty, config.frequency_penalty
         scores = penalize_written(scores, ids[:, ids.shape[1] - new_tokens :], *penalties)
-    if config.no_repeat_ngram_size or config.bad_words_ids:
+    if config.no_repeat_ngram_size or config.bad_words_ids or words:
         scores = scores.clone()
         for row, first in enumerate(padding.tolist()):
             generated = ids[row, first:].tolist()
             banned = find_repeats(generated, config.no_repeat_ngram_size)
-            banned += find_bad_words(generated, config.bad_words_ids)
+            own = words[row * len(words) // len(scores)] if words else ()
+            banned += find_bad_words(generated, (*config.bad_words_ids, *own))
             scores[row, [id for id in banned if id < scores.shape[1]]] = -torch.inf
     if new_tokens < config.min_new_tokens:
         scores = forbid_tokens(scores, config.eos_tokens)

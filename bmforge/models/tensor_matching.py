@@ -39,11 +39,11 @@ def match_sources(
         pairs (rule, stored name); names of the head's tensors to initialize; names of tensors that
         the files need not contain, because an adapter adds them or the model computes them
     """
-    shapes = {n: s for n, s in files.shapes.items() if not _is_dead(n)}
     local_names = set(persistent_tensors(model))
     # A pipeline stage contains part of the model, but all ranks must raise the same error.
     model = model.whole()
     tensors = persistent_tensors(model)
+    shapes = {n: s for n, s in files.shapes.items() if n in tensors or not _is_dead(n)}
     head = model.config.heads[model.config.head]
     pairs, missing, misshaped, new_names, adapter_names, replaced = [], [], [], [], [], set()
     for rule in files.rules_for(model, shapes):

@@ -10,12 +10,17 @@ from torch.func import functional_call
 
 from bmforge.shards import is_torchao, local_tensor, whole_tensor
 
-__all__ = ["has_weight", "local_weight", "whole_weight"]
+__all__ = ["has_weight", "is_conv1d", "local_weight", "whole_weight"]
 
 
 def has_weight(module: Any) -> bool:
     """Return True if a linear layer has a weight, quantized or not."""
     return getattr(module, "weight", None) is not None or hasattr(type(module), "dense")
+
+
+def is_conv1d(module: Any) -> bool:
+    """Return True for transformers' Conv1D, a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def local_weight(module: Any, dtype: torch.dtype) -> Tensor:

@@ -103,7 +103,9 @@ def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> 
     return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
 
 
-_BY_ROWS = {"column": 0, "key_value": 0, "embedding": 0, "head": 0}
+_BY_ROWS = dict.fromkeys(
+    ("column", "key_value", "embedding", "head", "own_column", "gathered_column"), 0
+)
 
 
 class RowStore:
@@ -125,7 +127,7 @@ class RowStore:
         """Return the tensors' initialization and sharding: those of an unquantized weight."""
         shape = tuple(self.weight.shape)
         return {
-            "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1}),
+            "weight": _note_rows("weight", shape, _BY_ROWS | {"row": 1, "split_row": 1}),
             "scale": _note_scales("weight", shape, _BY_ROWS),
         }
 

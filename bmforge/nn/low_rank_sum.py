@@ -48,7 +48,10 @@ class AddLowRank(torch.autograd.Function):
         low = x.flatten(0, -2) @ down.t()
         ctx.save_for_backward(x, low, down, up)
         ctx.scale = scale
-        return torch.addmm(out.flatten(0, -2), low, up.t(), alpha=scale).view(out.shape)
+        # Not a view of the product, which a model could not change in place (Llama 4).
+        result = out.new_empty(out.shape)
+        torch.addmm(out.flatten(0, -2), low, up.t(), alpha=scale, out=result.flatten(0, -2))
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

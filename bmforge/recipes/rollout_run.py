@@ -16,6 +16,7 @@ from bmforge.device import default_device, is_host, parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig
 from bmforge.infer.engine.native_step import load_step
+from bmforge.models.init import materialize_
 from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
@@ -254,4 +255,5 @@ def _make_copy(config: Any, device: Any) -> Any:
     store_frozen_(model, config)
     if config.train.precision != "fp32":
         model = model.to(parse_dtype(config.train.precision))
-    return model.to_empty(device=device).eval().requires_grad_(False)
+    materialize_(model, device)  # unlike `to_empty`, it keeps tied weights tied
+    return model.eval().requires_grad_(False)

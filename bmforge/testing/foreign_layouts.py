@@ -5,6 +5,8 @@ The test suite and `dev/transformers_table.py` use this module for every model t
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,55 @@ from bmforge.records import Span
 from bmforge.testing.pool import run_distributed
 from bmforge.tune.delta import Lora
 
-__all__ = ["compare_layout", "compare_stages", "random_rows", "save_small_model"]
+__all__ = [
+    "compare_layout",
+    "compare_stages",
+    "default_config",
+    "random_rows",
+    "save_small_model",
+]
+
+_INDEXER = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 1024,
+    "indexer_compress_ratio": 4, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    },
+}  # fmt: skip
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# model_type -> fields without which transformers cannot build a model of the default config.
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "blip-2": {"image_token_index": 150},
+    "blt": {"use_cache": False},  # transformers 5.24 cannot create its cache
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5}},
+    },
+    "instructblip": {"image_token_index": 150},
+    **{
+        kind: {"text_config": {"rope_parameters": _SECTIONS}}
+        for kind in (
+            "glm46v",
+            "glm4v",
+            "glm_ocr",
+            "glmga",
+            "paddleocr_vl",
+            "qwen2_5_vl",
+            "qwen2_vl",
+        )
+    },
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+}
+
+
+def default_config(kind: str) -> Any:
+    """Return the default config of a `model_type`, with the fields that have no usable default."""
+    return transformers.AutoConfig.for_model(kind, **copy.deepcopy(_REQUIRED.get(kind, {})))
 
 
 def random_rows() -> dict[str, Tensor]:
@@ -46,17 +96,22 @@ def save_small_model(kind: str, directory: Path) -> None:
     Raises:
         Exception: the architecture cannot be built with small sizes.
     """
-    config = transformers.AutoConfig.for_model(kind)
-    build_twin(config, "language_model").save_pretrained(directory)
+    build_twin(default_config(kind), "language_model").save_pretrained(directory)
 
 
-def compare_layout(directory: Path, layout: Layout, adapter: bool = False) -> str:
+def compare_layout(
+    directory: Path,
+    layout: Layout,
+    adapter: bool = False,
+    batch: Mapping[str, Tensor] | None = None,
+) -> str:
     """Compare the loss and all gradients of a step on two processes with those on one process.
 
     Args:
         directory: saved model.
         layout: layout of two processes.
         adapter: train a LoRA adapter on all linear layers instead of the model.
+        batch: inputs with labels, in four rows; default: those of a causal language model.
 
     Returns:
         "" if they are equal; the error message if the model does not support the layout
@@ -67,10 +122,11 @@ def compare_layout(directory: Path, layout: Layout, adapter: bool = False) -> st
     plain = AutoModel.from_pretrained(directory, backend="transformers")
     if adapter:
         _attach_adapter_(plain)
-    loss = plain(**random_rows()).loss
+    batch = random_rows() if batch is None else batch
+    loss = plain(**batch).loss
     loss.backward()
     wanted = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    ranks = run_distributed(_compute, 2, directory, layout, adapter)
+    ranks = run_distributed(_compute, 2, directory, layout, adapter, batch)
     for result in ranks:
         if isinstance(result, str):
             return result
@@ -142,7 +198,7 @@ def _attach_adapter_(model: Any) -> None:
 
 
 def _compute(
-    directory: Path, layout: Layout, adapter: bool
+    directory: Path, layout: Layout, adapter: bool, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]] | str:
     """Return the loss and the gradients of two micro-batches, or the layout's error message."""
     if adapter:
@@ -156,7 +212,8 @@ def _compute(
         return str(error)
     if not adapter:
         load_weights_(model, files)
-    mesh, batch = mesh_of(model), random_rows()
+    model.eval()  # without dropout, masked spectrograms and statistics of batches
+    mesh = mesh_of(model)
     size = data_parallel_size(mesh)
     items = model.count_items(batch) / size
     own = {n: t.chunk(size)[data_parallel_rank(mesh)] for n, t in batch.items()}

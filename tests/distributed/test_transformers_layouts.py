@@ -10,12 +10,17 @@ from torch import Tensor
 
 from bmforge.infer import generate
 from bmforge.models import AutoModel, LayoutRules, load_weights_
+from bmforge.models.changes import Change
+from bmforge.models.pack import quantize_
+from bmforge.models.transformers.small_copy import build_twin
 from bmforge.parallel import Layout, parallelize
 from bmforge.parallel.check import plan_pipeline
 from bmforge.testing import run_distributed
+from bmforge.testing.foreign_inputs import find_example
 from bmforge.testing.foreign_layouts import (
     compare_layout,
     compare_stages,
+    default_config,
     random_rows,
     save_small_model,
 )
@@ -36,10 +41,12 @@ LAYOUTS = {
 # weight of its convolution.
 HELD = {
     "zero=3": ("glm4_moe", "gemma2", "falcon_h1", "bart"),
-    "tp=2": ("mistral", "gemma2", "glm4_moe", "deepseek_v3", "phi3", "bert", "bamba"),
+    "tp=2": (
+        "mistral", "gemma2", "glm4_moe", "deepseek_v3", "phi3", "bert", "bamba", "gpt2", "falcon",
+    ),
     "pp=2": ("gemma2", "gpt2", "falcon_h1", "glm4_moe", "bart"),
     "ep=2": ("glm4_moe", "gpt_oss", "mixtral", "nemotron_h"),
-}
+}  # fmt: skip
 CASES = [(layout, kind) for layout, kinds in HELD.items() for kind in kinds]
 
 
@@ -50,10 +57,20 @@ def test_gradients_are_those_of_one_process(layout: str, kind: str, tmp_path: Pa
 
 
 # Column and row shards; a shared rotary key; gathered columns of a plan, and without a plan.
-@pytest.mark.parametrize("kind", ["mistral", "deepseek_v3", "phi3", "bamba"])
+@pytest.mark.parametrize("kind", ["mistral", "deepseek_v3", "phi3", "bamba", "gpt2"])
 def test_adapters_are_sharded_like_their_layers(kind: str, tmp_path: Path) -> None:
     save_small_model(kind, tmp_path)
     assert compare_layout(tmp_path, Layout(tp=2), adapter=True) == ""
+
+
+@pytest.mark.parametrize("kind", ["mistral", "bamba"])
+def test_adapters_on_int8_rows(kind: str, tmp_path: Path) -> None:
+    """The base model has int8 rows, sharded by a plan or by outputs."""
+    save_small_model(kind, tmp_path / "plain")
+    model = AutoModel.from_pretrained(tmp_path / "plain", backend="transformers")
+    model.change_(Change("int8", tuple(model.called_linear())))
+    model.save_pretrained(tmp_path / "int8")
+    assert compare_layout(tmp_path / "int8", Layout(tp=2), adapter=True) == ""
 
 
 @pytest.mark.long
@@ -102,18 +119,30 @@ def test_calls_of_a_pipelined_model(tmp_path: Path) -> None:
         assert torch.equal(got, reply)
 
 
+def test_experts_of_a_dense_model_are_refused(tmp_path: Path) -> None:
+    save_small_model("gemma2", tmp_path)
+    message = compare_layout(tmp_path, Layout(zero=3, ep=2))
+    assert "TransformersModel has no experts" in message
+
+
+def test_packed_layers_are_not_sharded(tmp_path: Path) -> None:
+    """The message names the reason, and a format that can be sharded."""
+    save_small_model("mistral", tmp_path / "plain")
+    model = AutoModel.from_pretrained(tmp_path / "plain", backend="transformers")
+    quantize_(model, "int8").save_pretrained(tmp_path / "int8")
+    message = compare_layout(tmp_path / "int8", Layout(tp=2), adapter=True)
+    assert "store these layers as int8 rows" in message
+
+
+# Patches of images; sound.
 @pytest.mark.parametrize(
-    ("kind", "layout", "reason"),
-    [
-        ("falcon", Layout(tp=2), "no tensor-parallel plan"),
-        ("gemma2", Layout(zero=3, ep=2), "no experts"),
-    ],
+    ("kind", "head"), [("qwen2_vl", "image_text_to_text"), ("whisper", "speech_to_text")]
 )
-def test_other_layouts_are_refused(kind: str, layout: Layout, reason: str, tmp_path: Path) -> None:
-    save_small_model(kind, tmp_path)
-    message = compare_layout(tmp_path, layout)
-    assert "TransformersModel" in message
-    assert reason in message
+def test_other_heads_on_sharded_weights(kind: str, head: str, tmp_path: Path) -> None:
+    plain = build_twin(default_config(kind), head)
+    plain.save_pretrained(tmp_path)
+    batch = find_example(plain, head).inputs
+    assert compare_layout(tmp_path, Layout(zero=3), batch=batch) == ""
 
 
 def test_an_architecture_that_cannot_be_cut_is_refused() -> None:

@@ -16,6 +16,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
+from bmforge.models.transformers.library import config_from_json
 from bmforge.models.transformers.small_copy import build_twin
 from bmforge.tune.delta import Lora
 
@@ -181,6 +182,12 @@ def test_messages_name_what_would_open_it() -> None:
         AutoModel.family_of({"model_type": "own", "auto_map": {"AutoModel": "m.M"}})
     with pytest.raises(ConfigError, match="unknown backend: backend='other'"):
         AutoModel.family_of({"model_type": "llama"}, backend="other")  # type: ignore[arg-type]
+
+
+def test_a_rejected_config_is_a_config_error() -> None:
+    raw = {"model_type": "laguna", "num_hidden_layers": 2, "num_attention_heads_per_layer": [4]}
+    with pytest.raises(ConfigError, match="must equal num_hidden_layers"):
+        config_from_json(raw)
 
 
 def test_drawn_weights_do_not_depend_on_the_process(pair: Pair) -> None:

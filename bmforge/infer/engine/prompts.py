@@ -18,6 +18,7 @@ from bmforge.infer.engine.request import Request
 from bmforge.infer.generation import check_inputs, check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
+from bmforge.infer.sampling import prompt_ngrams
 from bmforge.tokenizers import CPM2Tokenizer
 from bmforge.tune.delta.selection import DeltaNames, check_names
 from bmforge.tune.delta.soft_prompt import put_rows_before
@@ -28,6 +29,16 @@ __all__ = ["PromptReader", "Ready", "is_document"]
 def is_document(model: Any, request: Request) -> bool:
     """Return True if the request's text is a CPM-Bee document with an answer to fill."""
     return model.traits.objective == "documents" and isinstance(request.prompt, str)
+
+
+def _forbid_ngrams(config: GenerationConfig, ids: Sequence[int]) -> GenerationConfig:
+    """Replace the option encoder_no_repeat_ngram_size by the n-grams of a prompt."""
+    if not config.encoder_no_repeat_ngram_size:
+        return config
+    words = prompt_ngrams(ids, config.encoder_no_repeat_ngram_size)
+    return config.replace(
+        encoder_no_repeat_ngram_size=0, bad_words_ids=(*config.bad_words_ids, *words)
+    )
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,7 @@ class PromptReader:
                 ids = put_rows_before(model, ids, deltas)
             row = torch.tensor([ids])
             check_prompt(model, row, torch.ones_like(row), config)
+            config = _forbid_ngrams(config, read_ids)
         is_packed = self._can_pack and config.num_beams == 1
         if config.prompt_logprobs is not None and not is_packed:
             raise ConfigError(

@@ -26,6 +26,7 @@ _UNKNOWN = (
     "presence_penalty",
     "frequency_penalty",
     "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
     "bad_words_ids",
     "logit_bias",
     "forced_bos_token_id",

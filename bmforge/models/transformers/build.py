@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bmforge.errors import ConfigError
-from bmforge.models.transformers.library import AUTO_CLASSES, load_library
+from bmforge.models.transformers.library import AUTO_CLASSES, load_library, strict_error
 
 __all__ = ["Built", "build_module", "find_class", "fit_config"]
 
@@ -23,7 +23,10 @@ __all__ = ["Built", "build_module", "find_class", "fit_config"]
 # size of the largest useful buffer, a causal mask of 1,024 positions (GPT-2).
 _MOST_ELEMENTS = 1 << 20
 _ALLOCATE = {torch.empty, torch.rand, torch.randn, torch.Tensor}
+_SAMPLE = {torch.rand, torch.randn}
+_MOST_SAMPLED = 1 << 16
 _FILL = {torch.zeros, torch.ones, torch.full}
+_BUILD_ERRORS = (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError)
 
 
 class _Sparing(TorchFunctionMode):
@@ -39,7 +42,9 @@ class _Sparing(TorchFunctionMode):
             return target if target.is_meta else func(*args, **kwargs)
         if func in _ALLOCATE or func in _FILL:
             shape = _shape_of(args, kwargs)
-            is_matrix = len(shape) > 1 and func in _ALLOCATE
+            # Small random tensors may initialize a parameter (Zamba's time steps).
+            is_sample = func in _SAMPLE and math.prod(shape) <= _MOST_SAMPLED
+            is_matrix = len(shape) > 1 and func in _ALLOCATE and not is_sample
             if is_matrix or math.prod(shape) > _MOST_ELEMENTS:
                 kwargs["device"] = "meta"
         return func(*args, **kwargs)
@@ -106,7 +111,7 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
         with torch.random.fork_rng(devices=[]), _Sparing():
             torch.manual_seed(0)  # random vectors are equal on all processes
             module = chosen._from_config(fit_config(hf_config, chosen), dtype=dtype)
-    except (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
+    except (*_BUILD_ERRORS, strict_error()) as error:
         raise ConfigError(
             f"transformers cannot build a {chosen.__name__} from this config: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}."

@@ -9,7 +9,14 @@ from typing import Any
 
 from bmforge.errors import ConfigError, MissingDependencyError
 
-__all__ = ["AUTO_CLASSES", "config_from_json", "find_auto_class", "load_library", "supports"]
+__all__ = [
+    "AUTO_CLASSES",
+    "config_from_json",
+    "find_auto_class",
+    "load_library",
+    "strict_error",
+    "supports",
+]
 
 # bmforge's head -> (transformers' auto class, its table of class names). A config.json without
 # `architectures` is loaded with the first head whose table contains its model_type.
@@ -74,6 +81,12 @@ def supports(model_type: str) -> bool:
     return model_type in module.CONFIG_MAPPING
 
 
+def strict_error() -> type[Exception]:
+    """Return the error class of transformers' config validation, which is no `ValueError`."""
+    error: type[Exception] = importlib.import_module("huggingface_hub.errors").StrictDataclassError
+    return error
+
+
 def config_from_json(raw: dict[str, Any]) -> Any:
     """Build the transformers config from the contents of a config.json.
 
@@ -94,7 +107,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
     try:
         # JSON has no infinity; transformers encodes it as an object.
         return chosen.from_dict(chosen._decode_special_floats(copy.deepcopy(raw)))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, strict_error()) as error:
         raise ConfigError(
             f"transformers rejects the config of model_type={kind!r}: {error}."
         ) from error

@@ -29,8 +29,9 @@ from bmforge.models.transformers.structure import Structure
 from bmforge.nn import HeadInput, Measure, linear_cross_entropy
 from bmforge.nn.part import beside_parts
 
-__all__ = ["LanguageLoss", "head_loss"]
+__all__ = ["LanguageLoss", "head_loss", "is_seq2seq"]
 
+_TARGET_HEADS = ("sequence_to_sequence", "speech_to_text", "image_text_to_text")
 # Number of logits per chunk if the model computes them: 32 Mi fp32 numbers are 128 MiB.
 _LOGITS_AT_ONCE = 1 << 25
 
@@ -142,7 +143,8 @@ class LanguageLoss:
     ) -> Tensor:
         """Compute the loss from all logits at once, including the weighted load-balancing loss."""
         out = self.foreign(**call_arguments(self.foreign, arguments, cached=False))
-        loss = sum_cross_entropy(out.logits, targets) / num_items
+        logits = out.logits[:, -targets.shape[1] :]  # GIT has those of image patches before them
+        loss = sum_cross_entropy(logits, targets) / num_items
         aux = getattr(out, "aux_loss", None)
         if aux is None:
             return loss
@@ -164,6 +166,11 @@ def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+def is_seq2seq(foreign: Any) -> bool:
+    """Return True for an encoder-decoder of transformers."""
+    return bool(getattr(foreign.config, "is_encoder_decoder", False))
+
+
 def head_loss(
     foreign: Any,
     config: Any,
@@ -171,14 +178,13 @@ def head_loss(
     labels: Tensor | None,
     num_items: float | Tensor | None,
 ) -> Tensor:
-    """Return the loss of a model that is not a causal language model.
+    """Return the loss of a model that does not predict the next token of its input.
 
     Args:
         foreign: transformers model.
         config: `TransformersConfig` of the model.
         arguments: arguments of the call, without labels.
-        labels: labels in transformers' format; this function shifts the labels of image-text
-            models.
+        labels: labels in transformers' format.
         num_items: divisor of the summed loss; if None, the loss is the mean.
 
     Raises:
@@ -195,8 +201,8 @@ def head_loss(
     if config.head == "ctc":
         out = foreign(**call_arguments(foreign, {**arguments, "labels": labels}, cached=False))
         return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
-    if config.head in ("sequence_to_sequence", "speech_to_text"):
-        arguments = {**arguments, "labels": labels}
+    if config.head in _TARGET_HEADS and is_seq2seq(foreign):
+        arguments = {**arguments, "labels": labels}  # shifted, they are the decoder's input
     out = foreign(**call_arguments(foreign, arguments, cached=False))
     if getattr(out, "logits", None) is None:
         raise ConfigError(

@@ -25,7 +25,7 @@ from bmforge.models.transformers.calls import (
     document_mask,
 )
 from bmforge.models.transformers.config import TransformersConfig, TransformersTraits
-from bmforge.models.transformers.loss import LanguageLoss, head_loss
+from bmforge.models.transformers.loss import LanguageLoss, head_loss, is_seq2seq
 from bmforge.models.transformers.names import (
     StoredNames,
     find_stored_names,
@@ -48,6 +48,7 @@ from bmforge.surgery import persistent_tensors
 __all__ = ["TransformersModel"]
 
 _SHIFTED = ("language_model", "image_text_to_text")
+_WRITERS = (*_SHIFTED, "sequence_to_sequence", "speech_to_text")
 
 
 class TransformersModel(Model):
@@ -119,13 +120,19 @@ class TransformersModel(Model):
 
     @property
     def shifts_labels(self) -> bool:  # type: ignore[override]
-        """True if position t predicts label t + 1, so that the model shifts labels."""
-        return self.config.head in _SHIFTED
+        """True if position t predicts label t + 1, so that the model shifts labels.
+
+        transformers lists some decoders that read speech, such as Qwen2-Audio, with the
+        encoder-decoders, and some encoder-decoders that read images, such as Pix2Struct, with the
+        decoders.
+        """
+        head = self.config.head
+        return head == "language_model" or (head in _WRITERS and not is_seq2seq(self.foreign))
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of predictions in a batch; see `Model.count_items`."""
         labels = batch.get("labels")
-        if labels is not None and self.config.head in _SHIFTED:
+        if labels is not None and self.shifts_labels:
             return int((labels[:, 1:] != IGNORE_INDEX).sum())
         return super().count_items(batch)
 
@@ -380,8 +387,7 @@ class TransformersModel(Model):
     def _compute_loss(
         self, arguments: dict[str, Any], labels: Tensor | None, num_items: float | Tensor | None
     ) -> ModelOutput:
-        if self.config.head in _SHIFTED:
-            assert labels is not None
+        if self.shifts_labels and labels is not None:
             loss = LanguageLoss(self.foreign, self.structure, self.behavior)
             return ModelOutput(loss(arguments, labels, num_items))
         return ModelOutput(head_loss(self.foreign, self.config, arguments, labels, num_items))

@@ -30,11 +30,14 @@ from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
 from bmforge.models.transformers.stages import SplitPoints, find_split_points
 from bmforge.models.transformers.structure import Structure, find_structure
 from bmforge.models.transformers.weight_use import find_untrained, noting_reads
+from bmforge.nn.dense_weight import is_conv1d
+from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["Behavior", "general_names", "probe_architecture"]
 
 _TOKENS = 24  # longer than the twin's sliding window of 16, so that the window has an effect
 _ATOL = 1e-4
+_ENCODER_HEADS = ("masked_lm", "sequence_classification", "token_classification")
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,21 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
-        head: key of `library.AUTO_CLASSES`. Only language models are tested, the KV cache of
-            encoder-decoders, and how vision-language models compute logits.
+        head: key of `library.AUTO_CLASSES`. Language models are tested completely, text encoders
+            and encoder-decoders only for the use of their layers and, if any, the KV cache, and
+            vision-language models only for how they compute logits.
     """
     untested = Behavior(reason=f"head={head!r} is not tested")
-    if head not in ("language_model", "sequence_to_sequence", "image_text_to_text"):
+    tested = ("language_model", "sequence_to_sequence", "image_text_to_text", *_ENCODER_HEADS)
+    if head not in tested:
         return untested
     try:
         twin = build_twin(hf_config, head)
         if head == "sequence_to_sequence":
-            return replace(untested, caches=_continues_targets(twin))
+            _, use = _observe_use(twin, _text_ids(), decoder_input_ids=_text_ids())
+            return replace(untested, caches=_continues_targets(twin), **use)
+        if head in _ENCODER_HEADS:
+            return replace(untested, **_observe_use(twin, _text_ids())[1])
         if head == "image_text_to_text":
             kind, factor = _find_text_head(twin, find_structure(twin))
             return replace(untested, head=kind, factor=factor)
@@ -132,17 +140,7 @@ def _find_text_head(twin: Any, structure: Structure) -> tuple[str, float]:
 @torch.no_grad()
 def _probe(twin: Any, structure: Structure) -> Behavior:
     ids = _text_ids()
-    called: set[str] = set()
-    general = general_names(twin)
-    hooks = [
-        part.register_forward_pre_hook(_note_call(general[name], called))
-        for name, part in twin.named_modules()
-    ]
-    with noting_reads(twin) as read:
-        logits = _run(twin, ids)
-    for hook in hooks:
-        hook.remove()
-    idle = set(general.values()) - called
+    logits, use = _observe_use(twin, ids)
     kind, factor = _find_head(twin, structure, ids, logits)
     caches = _continues(twin, ids, logits)
     return Behavior(
@@ -151,22 +149,51 @@ def _probe(twin: Any, structure: Structure) -> Behavior:
         packing=_find_packing(twin, ids),
         caches=caches,
         padding=_find_padding(twin, ids, caches),
-        idle=frozenset(idle),
-        read=frozenset(general[name] for name in read) | _find_unusual(twin, ids),
-        untrained=_find_untrained(twin, ids),
         split_points=find_split_points(twin, structure, lambda: _run(twin, ids)),
+        **use,
     )
 
 
-def _find_unusual(twin: Any, ids: Tensor) -> frozenset[str]:
-    """Return the general names of `nn.Linear` subclasses whose forward is not `F.linear`."""
+@torch.no_grad()
+def _observe_use(twin: Any, ids: Tensor, **options: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Run a twin; return its logits, and the fields of `Behavior` on the use of its layers."""
+    called: set[str] = set()
+    general = general_names(twin)
+    hooks = [
+        part.register_forward_pre_hook(_note_call(general[name], called))
+        for name, part in twin.named_modules()
+    ]
+    with noting_reads(twin) as read:
+        logits = _run(twin, ids, **options)
+    for hook in hooks:
+        hook.remove()
+    if read and _runs_without_reads(twin, ids, logits, **options):
+        read = set()  # T5 reads a dtype, if there is a weight
+    return logits, {
+        "idle": frozenset(set(general.values()) - called),
+        "read": frozenset(general[name] for name in read) | _find_unusual(twin, ids, **options),
+        "untrained": _find_untrained(twin, ids, **options),
+    }
+
+
+def _runs_without_reads(twin: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
+    """Return True if a twin gives the same logits when other modules read no weights."""
+    try:
+        with noting_reads(twin, hidden=True):
+            return torch.equal(_run(twin, ids, **options), logits)
+    except Exception:  # the code of an architecture needs the weights
+        return False
+
+
+def _find_unusual(twin: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
+    """Return the general names of linear layers whose forward is not `F.linear`."""
     general, unusual = general_names(twin), set()
 
     def compare(name: str, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         try:
             expected = F.linear(args[0], layer.weight, layer.bias)  # type: ignore[arg-type]
             same = torch.allclose(out, expected, atol=_ATOL)
-        except (RuntimeError, TypeError):  # other shapes, or several outputs
+        except (RuntimeError, TypeError, AttributeError):  # other shapes, or several outputs
             same = False
         if not same:
             unusual.add(general[name])
@@ -174,20 +201,23 @@ def _find_unusual(twin: Any, ids: Tensor) -> frozenset[str]:
     hooks = [
         layer.register_forward_hook(partial(compare, name))
         for name, layer in twin.named_modules()
-        if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward
+        if linear_sizes(layer) is not None
+        and type(layer).forward is not nn.Linear.forward
+        and not is_conv1d(layer)
     ]
     if hooks:
-        _run(twin, ids)
+        _run(twin, ids, **options)
     for hook in hooks:
         hook.remove()
     return frozenset(unusual)
 
 
-def _find_untrained(twin: Any, ids: Tensor) -> frozenset[str]:
+def _find_untrained(twin: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
     """Return the general names of the linear layers that get no gradient in any block."""
     try:
         with torch.enable_grad():
-            untrained = find_untrained(twin, _run(twin, ids).float().square().sum())
+            logits = _run(twin, ids, **options)
+            untrained = find_untrained(twin, logits.float().square().sum())
     except RuntimeError:  # the architecture does not support backward
         return frozenset()
     layers = {n for n, m in twin.named_modules() if type(m) is nn.Linear}

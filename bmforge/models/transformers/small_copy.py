@@ -12,40 +12,56 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from bmforge.errors import ConfigError
 from bmforge.models.transformers.build import find_class, fit_config
-from bmforge.models.transformers.library import load_library
+from bmforge.models.transformers.library import load_library, strict_error
 
 __all__ = ["LAYERS", "VOCABULARY", "build_twin", "shrink_config"]
 
 VOCABULARY, LAYERS = 160, 4
+# Larger copies take seconds and hundreds of MB: a size of the config is not in the table below.
+_MOST_ELEMENTS = 1 << 27
+_SPECIAL_IDS = 10  # the last ids of the vocabulary replace special tokens
 _HEADS, _KV_HEADS = 4, 2
 # Size in the twin -> fields of transformers configs that get this size.
 _SIZES: dict[int, str] = {
     64: "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
-    "emb_dim hidden_dim lru_width attention_hidden_size",
-    96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
+    "emb_dim hidden_dim lru_width attention_hidden_size embedding_dim hidden_size_global "
+    "out_hidden_size text_hidden_size encoder_hidden_size vision_hidden_size projection_dim "
+    "projector_hidden_size projection_hidden_dim projection_hidden_size adapter_in_dim "
+    "adapter_out_dim adapter_input_size d_latents entity_emb_size "
+    "pooler_hidden_size",
+    192: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
     "feed_forward_proj_dim dim_feedforward intermediate_size_mlp dense_intermediate_size",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
     "num_decoder_layers depth num_experts num_local_experts n_routed_experts moe_num_experts "
     "linear_num_value_heads mamba_n_heads mamba_num_heads num_attention_heads n_head n_heads "
-    "num_heads encoder_attention_heads decoder_attention_heads attention_heads laurel_rank",
+    "num_heads encoder_attention_heads decoder_attention_heads attention_heads laurel_rank "
+    "swa_num_attention_heads num_attention_heads_per_layer linear_num_heads num_blocks",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selects "
     "moe_top_k experts_per_token index_n_heads linear_num_key_heads mamba_expand altup_num_inputs "
-    "swa_num_key_value_heads",
-    32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
-    "moe_shared_expert_intermediate_size shared_intermediate_size moe_ffn_hidden_size q_lora_rank "
-    "kv_lora_rank mamba_d_head mamba_head_dim time_step_rank mamba_dt_rank image_size",
+    "swa_num_key_value_heads indexer_n_heads indexer_compress_ratio heads_per_ngram "
+    "split_ngram_parts n_layers_per_attn_res_block",
+    32: "hidden_size_per_layer_input moe_intermediate_size expert_ffn_hidden_size "
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_intermediate_size shared_experts_intermediate_size moe_ffn_hidden_size q_lora_rank "
+    "kv_lora_rank mamba_d_head mamba_head_dim time_step_rank mamba_dt_rank image_size "
+    "base_channels",
     16: "head_dim kv_channels attention_head_dim d_kv swa_head_dim global_head_dim v_head_dim "
     "qk_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size "
-    "chunk_size sliding_window attention_window_size window_size query_pre_attn_scalar",
+    "chunk_size sliding_window attention_window_size window_size query_pre_attn_scalar "
+    "linear_head_dim sliding_window_size local_attention_window_len indexer_head_dim hc_lowrank "
+    "mm_tokens_per_image",
     8: "qk_nope_head_dim qk_rope_head_dim index_topk mamba_d_state ssm_state_size state_size "
-    "hidden_size_per_layer_input patch_size",
+    "patch_size indexer_budget",
     1: "n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups n_groups "
-    "num_hidden_groups",
+    "num_hidden_groups num_expert_group",
     128: "max_position_embeddings n_positions n_ctx seq_length max_sequence_length mamba_d_ssm "
     "max_target_positions max_source_positions",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size "
+    "encoder_hash_byte_group_vocab ngram_vocab_size_base entity_vocab_size",
     3: "num_channels",
     0: "num_kv_shared_layers",
 }
@@ -62,7 +78,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
     "axk1": _RANK_HEAD,
     "deepseek_v2": {**_RANK_HEAD, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "bailing_hybrid": {"n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {**_RANK_HEAD, "topk_group": 1},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "hrm_text": {
+        "num_layers_per_stack": 2, "num_hidden_layers": 12, "H_cycles": 2, "L_cycles": 2,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
+    "lilt": {"hidden_size": 96},
+    "mobilebert": {"embedding_size": 32},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "deepseek_v3": _RANK_HEAD,
     "youtu": _RANK_HEAD,
@@ -93,6 +118,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_headdim": 32,
+        "num_key_value_heads": 4, "attention_hidden_size": 128, "attention_head_dim": 32,
         "n_mamba_heads": 4, "mamba_ngroups": 1, "use_shared_attention_adapter": False,
         "hybrid_layer_ids": [1, 3],
     },
@@ -100,7 +126,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "is_decoder": True, "attn_layers": ["local", "lsh", "local", "lsh"],
         "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [32, 32], "attention_head_size": 16,
         "num_buckets": 4, "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4,
-        "feed_forward_size": 96,
+        "feed_forward_size": 192, "hash_seed": 0,
     },
 }  # fmt: skip
 
@@ -124,7 +150,7 @@ def shrink_config(hf_config: Any) -> Any:
     parts.update(_SPECIAL.get(str(hf_config.model_type), {}))
     try:  # the constructor derives fields from the sizes
         shrunk = base(**parts)
-    except (TypeError, ValueError, KeyError, AttributeError):
+    except (TypeError, ValueError, KeyError, AttributeError, strict_error()):
         shrunk = small
         for name, value in _SPECIAL.get(str(hf_config.model_type), {}).items():
             setattr(shrunk, name, value)
@@ -149,12 +175,12 @@ def _shrink_(config: Any) -> Any:
 def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the config fields to make smaller, with their new values."""
     heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
-    layers = values.get("num_hidden_layers")
+    layers = values.get("num_hidden_layers") or values.get("depth") or LAYERS
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name in _KV_FIELDS and is_number and heads:
             yield name, _HEADS if value == heads else 1 if value == 1 else _KV_HEADS
-        elif name in _BY_FIELD and is_number:
+        elif name in _BY_FIELD and is_number and value:  # 0 means that the model has no such part
             yield name, _BY_FIELD[name]
         elif isinstance(value, (list, tuple)) and len(value) == layers and layers > LAYERS:
             short = _first_of_each(list(value), True)
@@ -163,7 +189,11 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
             yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the twin
-        elif name.endswith("token_id"):
+        elif isinstance(value, dict) and "mrope_section" in value:
+            yield name, {**value, "mrope_section": _shrink_sections(value)}
+        elif name.endswith(("_indexes", "_indices")) and isinstance(value, (list, tuple)):
+            yield name, sorted({number * LAYERS // layers for number in value})
+        elif name.endswith(("token_id", "token_index")):
             yield name, _small_id(name, value)
         elif isinstance(value, dict) and "mrope_section" in value:
             yield name, {**value, "mrope_section": [2, 3, 3]}  # the sum is half of head_dim
@@ -179,9 +209,19 @@ def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
     return short
 
 
+def _shrink_sections(rope: dict[str, Any]) -> list[int]:
+    """Return the sections of a multimodal rotary embedding for the head width of the twin."""
+    sections = rope["mrope_section"]
+    pairs = int(_BY_FIELD["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    short = [max(1, section * pairs // sum(sections)) for section in sections[1:]]
+    return [pairs - sum(short), *short]
+
+
 def _small_id(name: str, value: Any) -> Any:
-    usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name, 3)
+    usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(name)
     if isinstance(value, int):
+        if usual is None:  # ids of one model, such as those of images and videos, stay different
+            usual = VOCABULARY - _SPECIAL_IDS + value % _SPECIAL_IDS
         return value if value < VOCABULARY else usual
     if isinstance(value, (list, tuple)) and any(v is not None and v >= VOCABULARY for v in value):
         return usual
@@ -195,6 +235,27 @@ def _drop_dropout_(config: Any) -> None:
             vars(config)[name] = 0.0
         elif isinstance(value, load_library().PretrainedConfig):
             _drop_dropout_(value)
+
+
+class _LimitedSize(TorchFunctionMode):
+    """Mode that raises an error instead of building a copy that is not small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count the elements of each tensor that a layer allocates."""
+        out = func(*args, **(kwargs or {}))
+        if func is torch.empty:
+            self.elements += out.numel()
+            if self.elements > _MOST_ELEMENTS:
+                raise ConfigError(
+                    f"with small sizes the model still has more than {_MOST_ELEMENTS} parameters."
+                )
+        return out
 
 
 def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
@@ -212,7 +273,8 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         chosen = find_class(config, head)
-        twin = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
+        with _LimitedSize():
+            twin = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
         for parameter in twin.parameters():
             # A zero-initialized layer would hide the effect of its input.
             if parameter.numel() and not bool(parameter.detach().any()):

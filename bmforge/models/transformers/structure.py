@@ -15,6 +15,10 @@ __all__ = ["Structure", "accepted_arguments", "find_structure", "linear_names"]
 
 # Layers that route tokens to experts; quantizing them would change which experts are selected.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correction_bias"})
+# Lists of these modules are no stacks of blocks, but for example several embeddings (MarkupLM).
+_NO_BLOCKS = frozenset({"ModuleList", "ModuleDict", "Embedding", "Linear"})
+# Packed formats have groups of at least 32 columns.
+_LEAST_INPUTS = 32
 
 
 @dataclass(frozen=True)
@@ -48,18 +52,25 @@ def find_structure(module: Any) -> Structure:
 
 
 def _find_stacks(module: Any, embed: str) -> list[str]:
-    """Return the names of the modules that hold lists of blocks, the text decoder's first."""
+    """Return the names of the modules that hold lists of blocks, the text decoder's first.
+
+    A list of one block counts only without other lists, as in ALBERT, whose layers share weights.
+    """
+    return _rank_stacks(module, embed, 2) or _rank_stacks(module, embed, 1)
+
+
+def _rank_stacks(module: Any, embed: str, least: int) -> list[str]:
     ranked: list[tuple[tuple[bool, bool, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
     for name, part in module.named_modules():
         if any(name.startswith(f"{other}.") for _, other in ranked):
             continue
-        if not isinstance(part, (nn.ModuleList, nn.ModuleDict)) or len(part) < 2:
+        if not isinstance(part, (nn.ModuleList, nn.ModuleDict)) or len(part) < least:
             continue
         size = sum(parameter.numel() for parameter in part.parameters())
         kinds = {type(block).__name__ for block in part.children()}
-        if not size or kinds <= {"ModuleList", "ModuleDict"}:
+        if not size or kinds <= _NO_BLOCKS:
             continue
         is_known = bool(kinds & classes)
         ranked.append(((name.rpartition(".")[0] == owner, is_known, size), name))
@@ -69,7 +80,10 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
-    """Return the names of linear layers and experts in the blocks, excluding routers."""
+    """Return the names of linear layers and experts in the blocks to quantize or shard.
+
+    Routers and layers with few inputs, such as the coefficients of Gemma 3n, are excluded.
+    """
     inside = tuple(f"{name}." for name in stacks)
     return [
         name
@@ -79,8 +93,9 @@ def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
 
 
 def _is_matrix(part: nn.Module) -> bool:
-    is_linear = linear_sizes(part) is not None and getattr(part, "weight", None) is not None
-    return is_linear or is_foreign_experts(part)
+    sizes = linear_sizes(part)
+    is_wide = sizes is not None and sizes[0] >= _LEAST_INPUTS
+    return (is_wide and getattr(part, "weight", None) is not None) or is_foreign_experts(part)
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:

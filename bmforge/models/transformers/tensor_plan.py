@@ -15,12 +15,15 @@ Source: `base_model_tp_plan` in transformers' configs; its styles are those of
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
 from bmforge.models.rules import TensorCut
+from bmforge.nn.dense_weight import is_conv1d
 from bmforge.nn.foreign_experts import is_foreign_experts
+from bmforge.nn.int8 import Int8Linear
+from bmforge.nn.low_rank import linear_sizes
 from bmforge.surgery import match_glob
 
 __all__ = ["find_tensor_plan"]
@@ -88,10 +91,17 @@ def _gather_each_layer(model: Any) -> tuple[TensorCut, ...]:
     """Return the plan that shards each linear layer by its outputs and gathers them."""
     layers = {name: model.get_submodule(name) for name in model.called_linear()}
     return tuple(
-        TensorCut(name, "gathered_column", layer.out_features)
+        TensorCut(name, "gathered_column", outputs)
         for name, layer in layers.items()
-        if type(layer) is nn.Linear and layer.out_features % _LEAST_COLUMNS == 0
+        if (outputs := _count_outputs(layer)) and outputs % _LEAST_COLUMNS == 0
     )
+
+
+def _count_outputs(layer: nn.Module) -> int:
+    """Return the number of outputs of a linear layer; 0 for packed layers and other modules."""
+    is_linear = isinstance(layer, nn.Linear) or is_conv1d(layer)
+    sizes = linear_sizes(layer) if is_linear else None
+    return 0 if sizes is None else sizes[1]
 
 
 def _make_cuts(
@@ -103,7 +113,7 @@ def _make_cuts(
         module = modules[name]
         if style == _HEAD_NORM:
             cuts.append(TensorCut(name, "head_norm"))
-        elif type(module) is nn.Linear and style in _LINEAR:
+        elif _is_linear(module) and style in _LINEAR:
             cuts.append(_cut_linear(name, module, _LINEAR[style], config))
         elif not (style in _WHOLE and not isinstance(module, nn.Linear)):
             return (), (
@@ -111,6 +121,11 @@ def _make_cuts(
                 "support"
             )
     return tuple(cuts), ""
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return True for a linear layer whose forward is known, with weights as floats or int8."""
+    return type(module) is nn.Linear or isinstance(module, Int8Linear)
 
 
 def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
@@ -131,7 +146,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
     """Return an error message for a sharded sublayer's parameter that the plan misses, else ""."""
     # Only "colwise": after gathered or before split layers, every rank has all activations.
-    sharded = {n for n, s in styles.items() if s == "colwise" and type(modules[n]) is nn.Linear}
+    sharded = {n for n, s in styles.items() if s == "colwise" and _is_linear(modules[n])}
     parts = {name.rpartition(".")[0] for name in sharded}
     for name in _parameter_owners(modules):
         inside = any(name == part or name.startswith(f"{part}.") for part in parts)

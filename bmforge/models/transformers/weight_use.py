@@ -19,8 +19,10 @@ __all__ = ["find_untrained", "noting_reads"]
 
 
 @contextmanager
-def noting_reads(model: nn.Module) -> Iterator[set[str]]:
+def noting_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[set[str]]:
     """Context manager: collect the names of linear layers whose weight other code reads.
+
+    With `hidden`, that code reads None, as after quantization.
 
     Inside, the class of each `nn.Linear` is replaced, because reads of module attributes cannot be
     observed in a different way.
@@ -28,7 +30,7 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
     read: set[str] = set()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     for name, layer in layers.items():
-        layer.__class__ = _watched_class(name, read)
+        layer.__class__ = _watched_class(name, read, hidden)
     try:
         yield read
     finally:
@@ -36,12 +38,12 @@ def noting_reads(model: nn.Module) -> Iterator[set[str]]:
             layer.__class__ = nn.Linear
 
 
-def _watched_class(name: str, read: set[str]) -> type[nn.Linear]:
+def _watched_class(name: str, read: set[str], hidden: bool) -> type[nn.Linear]:
     """Return a linear layer class that adds `name` to `read` if other code reads its weight."""
 
-    def note_read(layer: Any) -> Tensor:
+    def note_read(layer: Any) -> Tensor | None:
         read.add(name)
-        return layer._parameters["weight"]
+        return None if hidden else layer._parameters["weight"]
 
     def forward(layer: Any, x: Tensor) -> Tensor:
         return F.linear(x, layer._parameters["weight"], layer._parameters["bias"])

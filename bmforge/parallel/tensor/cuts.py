@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bmforge.errors import BmforgeError
-from bmforge.parallel.tensor.foreign import FOREIGN_STYLES
+from bmforge.nn.dense_weight import is_conv1d
+from bmforge.parallel.tensor.foreign import FOREIGN_STYLES, supports_foreign_style
 from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
 from bmforge.surgery import View, match_names, view_parameters_
@@ -93,10 +94,10 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             problems += [
                 (
                     f"tp={size}: {name} is a {type(modules[name]).__name__}, which does not "
-                    f"support the style {cut.style!r} (only nn.Linear does)"
+                    f"support the style {cut.style!r} (only layers of floats or int8 rows do)"
                 )
                 for name in names
-                if type(modules[name]) is not nn.Linear
+                if not supports_foreign_style(modules[name], cut.style)
             ]
         reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
         problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
@@ -159,7 +160,9 @@ def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
     if cut is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
-        return CUT_DIMS[cut.style]
+        dims = CUT_DIMS[cut.style]
+        turned = is_conv1d(module) and "weight" in dims
+        return {**dims, "weight": 1 - dims["weight"]} if turned else dims
     notes = {key: note.cuts.get(cut.style) for key, note in module.tensor_notes().items()}
     return {k: v for k, v in {**CUT_DIMS[cut.style], **notes}.items() if v is not None}
 

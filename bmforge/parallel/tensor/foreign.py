@@ -11,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bmforge.nn.dense_weight import is_conv1d
 from bmforge.parallel.collectives import all_gather
 from bmforge.parallel.tensor.parts import TensorGroup, add_up_
+from bmforge.surgery import wrap_forward_
 
-__all__ = ["FOREIGN_STYLES"]
+__all__ = ["FOREIGN_STYLES", "supports_foreign_style"]
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -61,9 +64,16 @@ def _sum_tail_gradient(tensor: TensorGroup, width: int, module: Any, args: Any, 
     return torch.cat((out[..., :-width], tensor.sum_backward(out[..., -width:])), -1)
 
 
+def _multiply_columns(module: Any, inner: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Compute the local columns of a Conv1D, whose own forward returns a fixed width."""
+    return F.linear(x, module.weight.t(), module.bias)
+
+
 def _apply_own_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
     """All-reduce the input gradient of a column-sharded layer."""
     module.register_forward_pre_hook(partial(_sum_input_gradient, tensor))
+    if is_conv1d(module):
+        wrap_forward_(module, partial(_multiply_columns, module), "part")
 
 
 def _apply_gathered_column_(module: nn.Module, tensor: TensorGroup, units: int) -> None:
@@ -85,6 +95,13 @@ def _apply_shared_tail_(module: nn.Module, tensor: TensorGroup, units: int) -> N
     from its own heads. The other outputs enter a column-sharded layer, which sums their gradient.
     """
     module.register_forward_hook(partial(_sum_tail_gradient, tensor, units))
+
+
+def supports_foreign_style(module: nn.Module, style: str) -> bool:
+    """Return True if a layer of another library can be sharded in one of `FOREIGN_STYLES`."""
+    if is_conv1d(module):
+        return style in ("own_column", "gathered_column")
+    return isinstance(module, nn.Linear)
 
 
 FOREIGN_STYLES: dict[str, Callable[[nn.Module, TensorGroup, int], None]] = {
