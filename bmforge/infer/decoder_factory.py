@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from bmforge.errors import ConfigError
 from bmforge.infer.decoder import Decoder, Seq2SeqDecoder
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.config import ModelConfig
+from bmforge.nn.prompt import count_ids
 
 if TYPE_CHECKING:
     from bmforge.models.seq2seq import Seq2Seq
 
-__all__ = ["start_decoder"]
+__all__ = ["check_inputs", "start_decoder"]
 
 
 def start_decoder(
@@ -71,3 +72,19 @@ def _find_start_token(config: ModelConfig) -> int:
             "needs a first token. Add decoder_start_token_id to config.json."
         )
     return int(start)
+
+
+def check_inputs(model: Any, inputs: Mapping[str, Tensor] | None) -> None:
+    """Raise `ConfigError` if a model cannot use the further inputs of a prompt, such as pixels."""
+    if not inputs:
+        return
+    if not model.takes_images:
+        raise ConfigError(
+            f"a {type(model).__name__} takes no inputs besides tokens (given: "
+            f"{', '.join(inputs)}). Use a vision-language model, or leave the images out."
+        )
+    if count_ids(model.whole().embed) > model.whole().embed.num_embeddings:
+        raise ConfigError(
+            "images cannot be combined with a soft prompt, because it moves the positions of the "
+            "images. Use another adapter, or leave the images out."
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.beam import beam_search
 from bmforge.infer.decoder import Decoder
-from bmforge.infer.decoder_factory import start_decoder
+from bmforge.infer.decoder_factory import check_inputs, start_decoder
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.infer.options import GenerationConfig
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from bmforge.models.seq2seq import Seq2Seq
 
 __all__ = [
-    "check_inputs",
     "check_prompt",
     "complete_config",
     "generate",
@@ -327,22 +326,6 @@ def check_prompt(
     if mask is not None and is_given and goes_on and not _describe_prompt(table):
         _check_gaps(mask)
     return mask
-
-
-def check_inputs(model: Any, inputs: Mapping[str, Tensor] | None) -> None:
-    """Raise `ConfigError` if a model cannot use the further inputs of a prompt, such as pixels."""
-    if not inputs:
-        return
-    if not model.takes_images:
-        raise ConfigError(
-            f"a {type(model).__name__} takes no inputs besides tokens (given: "
-            f"{', '.join(inputs)}). Use a vision-language model, or leave the images out."
-        )
-    if count_ids(model.whole().embed) > model.whole().embed.num_embeddings:
-        raise ConfigError(
-            "images cannot be combined with a soft prompt, because it moves the positions of the "
-            "images. Use another adapter, or leave the images out."
-        )
 
 
 def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:

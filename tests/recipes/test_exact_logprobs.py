@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(place: Path, name: str, steps: int = 3, precision: Any = "fp32", **changes: Any) -> Any:
-    recipe = find_recipe("rl", str(place / "model"), None, None)
+def run(
+    place: Path,
+    name: str,
+    steps: int = 3,
+    precision: Any = "fp32",
+    start: str = "model",
+    **changes: Any,
+) -> Any:
+    recipe = find_recipe("rl", str(place / start), None, None)
     rollout = {"num_generations": 4, "max_new_tokens": 6, "temperature": 0.8}
     loop = TrainConfig(
         steps=steps,
@@ -106,6 +114,19 @@ def test_the_ratio_of_sampler_and_policy_is_one(place: Path, precision: str) -> 
 def test_without_it_the_ratio_is_not_one_in_16_bits(place: Path) -> None:
     run(place, "plain", precision="bf16", rollout={"exact_logprobs": False})
     assert read_metrics(place / "plain" / "metrics.jsonl")[0][f"{GAP}/max"] > 1e-4
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_a_tied_head_is_copied_for_rollouts(place: Path, adapter: Any) -> None:
+    """In bf16 a copy of the model samples; its head is the copy's own embedding."""
+    shutil.copytree(place / "model", place / "tied", dirs_exist_ok=True)
+    config = LlamaConfig.from_pretrained(place / "model").replace(tie_word_embeddings=True)
+    Llama.from_config(config, seed=0).save_pretrained(place / "tied", overwrite=True)
+    kind = {} if adapter is None else {"adapter": AdapterConfig(kind=adapter)}
+    rollout = {"exact_logprobs": False}
+    run(place, f"tied_{adapter}", 1, "bf16", start="tied", rollout=rollout, **kind)
+    (row,) = read_metrics(place / f"tied_{adapter}" / "metrics.jsonl")
+    assert row[f"{GAP}/mean"] < 0.02  # 0.6 with a head that is not filled
 
 
 def test_the_gradient_is_that_of_torch(place: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from bmforge.errors import ConfigError
+from bmforge.infer.decoder_factory import check_inputs
 from bmforge.infer.end_tokens import find_hidden_tokens
 from bmforge.infer.engine.answers import Answer, Vocabulary
 from bmforge.infer.engine.constraint import ConstraintCompiler
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import Request
-from bmforge.infer.generation import check_inputs, check_prompt, complete_config
+from bmforge.infer.generation import check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import prompt_ngrams
