@@ -61,7 +61,7 @@ ENDS = {"convert-gguf": ".gguf", "tree": ".html", "plan": ".svg", "migrate": ".t
 # Options of commands with a path that is read. Reports are written into the directory that is read.
 READS = {
     "keys_file", "ssl_certfile", "ssl_keyfile", "document", "recipe", "verbalizer", "run",
-    "directory",
+    "directory", "image", "audio",
 }  # fmt: skip
 OUTPUTS = {"out", "target", "run_dir", "html", "plot", "uds"}
 

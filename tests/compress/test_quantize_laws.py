@@ -282,7 +282,7 @@ def test_clipping_never_raises_the_error(size: Any, name: str) -> None:
         floats = unpack_matrix(pack_matrix(integers, spec), rows, spec).double()
         off = (floats - weight.double()).unflatten(1, (-1, 32))
         parts = x.double().unflatten(1, (-1, 32))
-        damp = 0.01 * parts.square().sum(0).mean(-1)
+        damp = 0.01 * parts.square().sum(0).mean()  # of all columns, as in GPTQ
         return torch.einsum("tgi,rgi->trg", parts, off).square().sum(0) + damp * off.square().sum(
             -1
         )

@@ -105,7 +105,9 @@ def compare_odd_rows(differs: str) -> None:
 def test_rows_of_any_form_are_compared(differs: str) -> None:
     """One element with a stride, half precision, a scalar: equal ones pass, another is refused."""
     run_distributed(compare_odd_rows, 2, "")
-    with pytest.raises(DistributedError, match=r"(?s)rank 0.*the same rows.*rank 1.*the same rows"):
+    with pytest.raises(
+        DistributedError, match=r"(?s)rank 0.*the same samples.*rank 1.*the same samples"
+    ):
         run_distributed(compare_odd_rows, 2, differs)
 
 

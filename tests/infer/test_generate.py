@@ -303,7 +303,7 @@ def test_bad_options(model: GPT2, options: dict[str, Any], message: str) -> None
         (
             torch.ones(2, 2, dtype=torch.long),
             torch.tensor([[1, 1], [1, 0]]),
-            r"rows \[1\] end with",
+            r"sequences \[1\] end with",
         ),
     ],
 )

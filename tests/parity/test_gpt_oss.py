@@ -365,7 +365,7 @@ def test_fewer_heads_keep_their_sinks() -> None:
     ("fields", "message"),
     [
         ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be above 0"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit=-1.0 must be positive"),
         ({"sliding_window": -1}, "window=-1"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
