@@ -68,12 +68,18 @@ def choose_context(
     per_token = key_value_bytes(model.config)
     if is_planned:
         budget = format_bytes(memory_bytes)
-        room, what = memory_bytes // _SHARE // (per_token * rows), f"a quarter of {budget}"
+        room, what = (
+            memory_bytes // _SHARE // (per_token * rows),
+            f"a quarter of {budget} for the cache of",
+        )
         if requested is None and min(room, limit) > _LEAST:
             of_steps = _fitting_tokens(model, memory_bytes // _STEP_SHARE, rows)
             if of_steps < room:
-                room, what = of_steps, f"a step within a third of {budget}"
-        room, what = max(room, min(_LEAST, limit)), f"{what} for {rows} sequences"
+                room, what = (
+                    of_steps,
+                    f"a third of {budget} for a step of",
+                )
+        room, what = max(room, min(_LEAST, limit)), f"{what} {rows} sequences"
     else:
         weights = sum(packed_bytes(tensor) for tensor in model.parameters())
         room = max((memory_bytes - weights) // 2 // per_token, 2)

@@ -1,4 +1,4 @@
-"""Answers a message with images by a vision-language model."""
+"""Answers a message that contains images, with a vision-language model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ImageChat:
             DataError: the processor does not accept the images.
         """
         if not text.strip():
-            raise ConfigError("the prompt is empty. Give --prompt TEXT, or pipe a text.")
+            raise ConfigError("the prompt is empty. Pass --prompt TEXT, or pipe a text.")
         parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
         prompt, _ = self.template.encode([{"role": "user", "content": parts}])
         encoded = self.processor.encode(prompt, images)

@@ -51,10 +51,10 @@ class ImageDecoder(Decoder):
                 f"a {type(model.foreign).__name__} has no KV cache, so it cannot generate text "
                 "from images. Use another model."
             )
-        # Arguments of the next step, besides its tokens and the cache.
         if inputs and len(set(adapter_names or ())) > 1:
             _check_adapters(model)
         weight = next(p for p in model.parameters() if p.is_floating_point())
+        # Arguments of the next step, in addition to its tokens and the cache.
         self._state: dict[str, Any] = {
             name: value.to(weight.device, weight.dtype if value.is_floating_point() else None)
             for name, value in inputs.items()
@@ -89,7 +89,7 @@ class ImageDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def _add_positions(self, tokens: Tensor) -> None:
-        """Compute the positions of the prompts, which later steps count on from.
+        """Compute the positions of the prompts; later steps continue from them.
 
         The model would otherwise keep their offset as its own state, which the prompts of another
         decoder change.
@@ -124,7 +124,7 @@ class ImageDecoder(Decoder):
 def _check_adapters(model: TransformersModel) -> None:
     """Raise `ConfigError` if adapters outside of the text decoder cannot differ between prompts.
 
-    The rows of a vision tower's batch are images or patches, not prompts.
+    The batch dimension of a vision tower counts images or patches, not prompts.
     """
     stack = model.structure.stacks[0]
     for name in list_deltas(model):

@@ -19,7 +19,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
 
 
 def read_image(data: bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Decode an image to a Pillow image in RGB, turned upright as its EXIF data says.
+    """Decode an image into an RGB Pillow image, rotated as its EXIF data specifies.
 
     Args:
         data: contents of an image file.

@@ -57,7 +57,7 @@ class Processor:
             images: Pillow images in the order of the text.
 
         Raises:
-            DataError: the text has another number of image tokens, or an image is unsuitable.
+            DataError: the numbers of image tokens and images differ, or an image is unsuitable.
         """
         batch = self.encode_batch([text], [images])
         del batch["attention_mask"]
@@ -69,17 +69,17 @@ class Processor:
         """Encode several texts with their images as one batch of model inputs.
 
         Args:
-            texts, images: as in `encode`, one entry per row of the batch.
+            texts, images: as in `encode`, one entry per sequence of the batch.
             padding_side: side of the padding, "left" or "right".
 
         Raises:
             DataError: see `encode`.
         """
-        # Like transformers' apply_chat_template: the tokenizer adds the begin token only if the
+        # As in transformers' apply_chat_template, the tokenizer adds the BOS token only if the
         # template did not write it.
-        begin = self._processor.tokenizer.bos_token
-        has_begin = begin is not None and texts[0].startswith(begin)
-        options = {"add_special_tokens": False} if has_begin else {}
+        bos = self._processor.tokenizer.bos_token
+        has_bos = bos is not None and texts[0].startswith(bos)
+        options = {"add_special_tokens": False} if has_bos else {}
         try:
             with self._lock:
                 batch = self._processor(
@@ -112,7 +112,7 @@ def load_processor(directory: Path) -> Any:
     """Load the processor of transformers in a model or adapter directory.
 
     Raises:
-        ConfigError: its files are damaged, or it needs code from the directory, or a package that
+        ConfigError: its files are damaged, or it needs code from the directory or a package that
             is not installed.
     """
     library = load_library("A processor of images or audio")
@@ -156,10 +156,10 @@ def _find_class(directory: Path) -> Any:
 
 
 def _load_without_videos(kind: Any, directory: Path) -> Any:
-    """Load a processor without its part for videos, if it has one.
+    """Load a processor without its video processor, if it has one.
 
     Raises:
-        ConfigError: the class cannot be created without this part.
+        ConfigError: the class cannot be created without the video processor.
     """
     smaller = without_videos(kind)
     try:
@@ -174,7 +174,7 @@ def _load_without_videos(kind: Any, directory: Path) -> Any:
 
 
 def without_videos(kind: Any) -> Any:
-    """Return a processor class without its part for videos, which needs torchvision."""
+    """Return a processor class without its video processor, which needs torchvision."""
     if "video_processor" not in kind.get_attributes():
         return kind
 
@@ -183,7 +183,7 @@ def without_videos(kind: Any) -> Any:
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            """Return the names of the parts."""
+            """Return the names of the components."""
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
     ImageProcessor.__name__ = kind.__name__

@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
         program: path of the program in the repository.
         label: name of the data or config, if the program is run with several.
         processes: number of processes.
-        text: "as it is", "with edits: REASONS", "fails: ERROR" or "not run: REASON".
+        text: "unchanged", "with edits: REASONS", "fails: ERROR" or "not run: REASON".
     """
 
     repository: str
@@ -121,7 +121,7 @@ def run_on_processes(
     if own:
         program.write_text(apply_edits(program.read_text("utf-8"), own), encoding="utf-8")
     reasons = "; ".join(dict.fromkeys(edit["why"] for edit in own))
-    success = f"with edits: {reasons}" if own else "as it is"
+    success = f"with edits: {reasons}" if own else "unchanged"
     typed = run.get("typed", "")
     success += f", with `{typed}` typed on the terminal" if typed else ""
     arguments = [a.replace("{work}", str(work)) for a in run.get("arguments", [])]

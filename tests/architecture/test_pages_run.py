@@ -120,6 +120,7 @@ def serving(block: Block, place: Path, timeout_s: float = 180) -> Iterator[None]
     with contextlib.ExitStack() as stack:
         lock = Path(tempfile.gettempdir()) / f"bmforge-test-port-{block.port}"
         fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        assert not is_healthy(block.port), f"port {block.port} is in use by another program"
         log = stack.enter_context((place / "server.log").open("w+"))
         server = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", block.body],
