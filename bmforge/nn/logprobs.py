@@ -19,13 +19,13 @@ from bmforge.errors import ConfigError
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import (
     TiledHead,
-    TiledLogits,
     Tiling,
     check_classes,
     find_tiling,
     split_chunks,
 )
 from bmforge.nn.shard_hooks import VocabCut
+from bmforge.nn.tiled_logits import TiledLogits
 from bmforge.nn.tiled_softmax import TiledSoftmax
 
 __all__ = ["linear_logprobs"]

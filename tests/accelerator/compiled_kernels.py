@@ -142,7 +142,9 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         place = torch.empty(2, dtype=torch.int64, device=META)
         kernels.store((heads, heads), (cached, cached), (place, place))
         kernels.multiply_by_silu(x, x)
-    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu")
+        labels = torch.empty(2, dtype=torch.int64, device=META)
+        kernels.cross_entropy_(x, labels, None, has_gradient=True)
+    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu", "loss")
     names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):
         pages = torch.empty(9, 8, 16, 128, dtype=kind, device=META)

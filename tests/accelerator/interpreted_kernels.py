@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.nn import losses
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.plain_products import multiply_plain, quantize_activations
@@ -321,3 +322,64 @@ def test_product_with_one_group_in_a_row(group, symmetric):
         x = random(tokens, tokens, group)
         want = multiply_plain(x, matrix, 19, spec, None)
         assert same_bits(KERNELS.multiply(x, matrix, 19, spec, None), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [1, 37, 4096, 5000])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_losses_and_gradients_of_logits(
+    dtype: torch.dtype, columns: int, factor: float | None
+) -> None:
+    """Equal to torch's in fp64, for rows with a gap between them, large and infinite logits."""
+    buffer = random(0, 5, columns + 3) * torch.tensor([1.0, 100.0, 1e-3, 1.0, 1.0])[:, None]
+    logits = buffer.to(dtype)[:, :columns]
+    if columns > 2:
+        logits[3, 1:] = -float("inf")
+        logits[4, 0] = float("nan")  # in a row without a label
+    labels = torch.tensor([0, columns - 1, columns // 2, 0, -100])
+    exact = logits.double().requires_grad_()
+    with torch.enable_grad():
+        want = F.cross_entropy(exact, labels, reduction="none")
+        want[:4].sum().backward()
+    tile = logits.clone()
+    scale = None if factor is None else torch.tensor(factor)
+    got = KERNELS.cross_entropy_(tile, labels, scale, has_gradient=False)
+    assert same_bits(tile, logits)
+    torch.testing.assert_close(got.double(), want.nan_to_num(0.0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(got, KERNELS.cross_entropy_(tile, labels, scale, has_gradient=True))
+    assert exact.grad is not None
+    slope = exact.grad.nan_to_num(0.0) * (1.0 if factor is None else factor)
+    limit = 1e-6 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(tile.double(), slope, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab", [64, 101])
+@pytest.mark.parametrize("has_more", [False, True])
+def test_the_linear_cross_entropy_with_the_kernel(
+    dtype: torch.dtype, vocab: int, has_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and all gradients are those of torch's operations, also if the head is padded."""
+    labels = torch.randint(vocab, (23,), generator=torch.Generator().manual_seed(1))
+    labels[::4] = -100
+
+    def run() -> list[Tensor]:
+        inputs = [random(0, 23, 16), random(1, vocab, 16)]
+        if has_more:
+            inputs += [random(2, vocab), random(3, 23, 2), random(4, vocab, 2)]
+        inputs = [t.to(dtype).requires_grad_() for t in inputs]
+        hidden, weight, bias, *pair = (*inputs, *(() if has_more else (None,)))
+        with torch.enable_grad():
+            loss = losses.linear_cross_entropy(
+                hidden, weight, labels, bias, 7.0, added=[tuple(pair)] if pair else ()
+            )
+            (loss * 3).backward()
+        return [loss.detach(), *(t.grad for t in inputs)]
+
+    want = run()
+    monkeypatch.setattr(losses, "find_loss_kernels", lambda *_: KERNELS)
+    monkeypatch.setattr(losses, "_HOST_CHUNK_ELEMENTS", 8 * vocab)
+    monkeypatch.setattr(losses, "_FEW_TOKENS", 1)
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    for got, expected in zip(run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
 from bmforge.nn.triton_kernels.attention import attend_pages, join_parts
 from bmforge.nn.triton_kernels.products import (
@@ -22,6 +23,7 @@ from bmforge.nn.triton_kernels.rows import (
     rotate_heads,
     store_heads,
 )
+from bmforge.nn.triton_kernels.softmax import cross_entropy_rows
 
 __all__ = ["TritonKernels"]
 
@@ -114,7 +116,7 @@ class TritonKernels:
             value_scales, sums, value_scales if bias is None else bias, out, tokens,
             rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
             scales.dtype == torch.int32, self.emulates, 3, turn,
-            num_warps=1 if is_plain else 2, **_EXACT,
+            num_warps=1, **_EXACT,
         )  # fmt: skip
 
     def _multiply_tiles(
@@ -131,7 +133,8 @@ class TritonKernels:
         scales, minima = _in_pairs(matrix)
         group = spec.group_of(columns)
         # Two panels share the loads of the activations: 1.2 times as fast on an H200.
-        turn, panels = max(8 if is_plain else 4, 256 // group), 2 if group <= 64 else 1
+        turn = max(8 if is_plain else 4, 256 // group)
+        panels = 2 if spec.bits == 4 and group <= 64 else 1
         grid = (-(-rows // (panels * PANEL_ROWS)), -(-tokens // 16))
         multiply_tiles[grid](
             matrix.packed, scales, minima, values, value_scales, sums,
@@ -235,6 +238,30 @@ class TritonKernels:
         grid = (-(-count // _GATE_VALUES),)
         multiply_by_silu[grid](gate, up, out, count, _GATE_VALUES, num_warps=4, **_EXACT)
         return out
+
+    def cross_entropy_(
+        self, logits: Tensor, labels: Tensor, factor: Tensor | None, *, has_gradient: bool
+    ) -> Tensor:
+        """Return each row's cross-entropy; overwrite the logits with its gradient times `factor`.
+
+        Args:
+            logits: logits in fp32 or 16 bits; each row is contiguous.
+            labels: target columns; -100 ignores a row.
+            factor: 0-dim fp32 tensor; None means 1.
+            has_gradient: compute the gradient; if False, the logits are not changed.
+
+        Shape:
+            logits: (N, V); labels: (N,) int64; returns (N,) in fp32
+        """
+        rows, columns = logits.shape
+        losses = logits.new_empty(rows, dtype=torch.float32)
+        if rows:
+            cross_entropy_rows[(rows,)](
+                logits, labels, losses, losses if factor is None else factor, columns,
+                logits.stride(0), IGNORE_INDEX, factor is not None, has_gradient,
+                min(2048, _up_to_power(columns)), num_warps=8, **_FUSED,
+            )  # fmt: skip
+        return losses
 
     def attend(
         self,

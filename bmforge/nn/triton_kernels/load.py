@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import device_name, triton_features
 from bmforge.native import say_once
 from bmforge.nn.packing import (
@@ -25,7 +27,7 @@ from bmforge.nn.plain_rows import plain_rotate
 if TYPE_CHECKING:
     from bmforge.nn.triton_kernels.launch import TritonKernels
 
-__all__ = ["find_difference", "load_triton"]
+__all__ = ["find_difference", "load_loss_kernels", "load_triton"]
 
 _SPECS = (
     QuantSpec(8, 32),
@@ -58,11 +60,36 @@ def load_triton(device: torch.device) -> TritonKernels | None:
 
     has_dot4, has_tensor_cores = features
     kernels = TritonKernels(emulates=not has_dot4, has_tensor_cores=has_tensor_cores)
-    difference = find_difference(kernels, device)
+    return _checked(kernels, device, find_difference, "quantized products and paged attention")
+
+
+@cache
+def load_loss_kernels(device: torch.device) -> TritonKernels | None:
+    """Return the Triton kernels for the loss; None if torch computes it.
+
+    Unlike `load_triton` it compiles and checks the loss only, in about a second.
+    """
+    features = triton_features(device)
+    if features is None or find_spec("triton") is None:
+        return None
+    from bmforge.nn.triton_kernels.launch import TritonKernels
+
+    kernels = TritonKernels(emulates=not features[0], has_tensor_cores=features[1])
+    return _checked(kernels, device, _find_loss_difference, "the loss")
+
+
+def _checked(
+    kernels: TritonKernels,
+    device: torch.device,
+    find: Callable[[TritonKernels, torch.device], str],
+    task: str,
+) -> TritonKernels | None:
+    """Return the kernels if `find` finds no difference; otherwise warn and return None."""
+    difference = find(kernels, device)
     if difference:
         say_once(
-            f"the Triton kernels are not used on {device_name(device)}: {difference}. Torch "
-            "computes instead, many times slower. Try another version of Triton."
+            f"the Triton kernels for {task} are not used on {device_name(device)}: {difference}. "
+            "Torch computes instead, much slower. Try another version of Triton."
         )
         return None
     return kernels
@@ -77,14 +104,22 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         kernels: kernels to check.
         device: device that runs the kernels.
     """
+    products = (partial(_compare_products, spec=spec) for spec in _SPECS)
+    compare = (*products, _compare_norm, _compare_heads, _compare_attention)
+    return _first_difference(compare, kernels, device)
+
+
+def _find_loss_difference(kernels: TritonKernels, device: torch.device) -> str:
+    return _first_difference((_compare_loss,), kernels, device)
+
+
+def _first_difference(
+    comparisons: Iterable[Callable[[TritonKernels, torch.device], str]],
+    kernels: TritonKernels,
+    device: torch.device,
+) -> str:
     try:
-        for spec in _SPECS:
-            if difference := _compare_products(kernels, device, spec):
-                return difference
-        for compare in (_compare_norm, _compare_heads, _compare_attention):
-            if difference := compare(kernels, device):
-                return difference
-        return ""
+        return next(filter(None, (compare(kernels, device) for compare in comparisons)), "")
     except Exception as error:  # the compiler's and the driver's errors have no common class
         return f"a kernel failed ({type(error).__name__}: {error})".splitlines()[0]
 
@@ -166,3 +201,17 @@ def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
         want.append((weights @ v)[:, 0])
     same = torch.allclose(got.cpu(), torch.stack(want), rtol=1e-4, atol=1e-5)
     return "" if same else "paged attention differs from the CPU's result"
+
+
+def _compare_loss(kernels: TritonKernels, device: torch.device) -> str:
+    logits, labels = _random()(3, 5000), torch.tensor([0, 4999, IGNORE_INDEX])
+    want = logits.clone().requires_grad_()
+    losses = F.cross_entropy(want, labels, reduction="none", ignore_index=IGNORE_INDEX)
+    with torch.enable_grad():
+        losses.sum().backward()
+    tile = logits.to(device)
+    got = kernels.cross_entropy_(tile, labels.to(device), None, has_gradient=True)
+    same = torch.allclose(got.cpu(), losses, atol=1e-5)
+    assert want.grad is not None
+    same = same and torch.allclose(tile.cpu(), want.grad, atol=1e-6)
+    return "" if same else "the loss differs from the CPU's"
