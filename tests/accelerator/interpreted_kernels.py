@@ -26,7 +26,7 @@ from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.products import load_kernels
 from bmforge.nn.triton_kernels import products as triton_products
 from bmforge.nn.triton_kernels.launch import TritonKernels
-from bmforge.nn.triton_kernels.load import find_difference
+from bmforge.nn.triton_kernels.load import find_difference, find_loss_difference
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 EXAMPLES = int(os.environ["KERNEL_EXAMPLES"])
@@ -296,7 +296,7 @@ def test_the_check_of_a_device_finds_another_order_of_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = torch.device("cpu")
-    assert find_difference(KERNELS, host) == ""
+    assert find_difference(KERNELS, host) == find_loss_difference(KERNELS, host) == ""
     monkeypatch.setattr(triton_products, "add_in_order", add_as_tree)
     assert "differs from the CPU's" in find_difference(KERNELS, host)
 

@@ -27,7 +27,7 @@ from bmforge.nn.plain_rows import plain_rotate
 if TYPE_CHECKING:
     from bmforge.nn.triton_kernels.launch import TritonKernels
 
-__all__ = ["find_difference", "load_loss_kernels", "load_triton"]
+__all__ = ["find_difference", "find_loss_difference", "load_loss_kernels", "load_triton"]
 
 _SPECS = (
     QuantSpec(8, 32),
@@ -75,7 +75,7 @@ def load_loss_kernels(device: torch.device) -> TritonKernels | None:
     from bmforge.nn.triton_kernels.launch import TritonKernels
 
     kernels = TritonKernels(emulates=not features[0], has_tensor_cores=features[1])
-    return _checked(kernels, device, _find_loss_difference, "the loss")
+    return _checked(kernels, device, find_loss_difference, "the loss")
 
 
 def _checked(
@@ -109,7 +109,8 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
     return _first_difference(compare, kernels, device)
 
 
-def _find_loss_difference(kernels: TritonKernels, device: torch.device) -> str:
+def find_loss_difference(kernels: TritonKernels, device: torch.device) -> str:
+    """Return how the loss differs from the CPU's; see `find_difference`."""
     return _first_difference((_compare_loss,), kernels, device)
 
 
@@ -206,8 +207,8 @@ def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
 def _compare_loss(kernels: TritonKernels, device: torch.device) -> str:
     logits, labels = _random()(3, 5000), torch.tensor([0, 4999, IGNORE_INDEX])
     want = logits.clone().requires_grad_()
-    losses = F.cross_entropy(want, labels, reduction="none", ignore_index=IGNORE_INDEX)
-    with torch.enable_grad():
+    with torch.enable_grad():  # the first call comes from a forward pass without gradients
+        losses = F.cross_entropy(want, labels, reduction="none", ignore_index=IGNORE_INDEX)
         losses.sum().backward()
     tile = logits.to(device)
     got = kernels.cross_entropy_(tile, labels.to(device), None, has_gradient=True)
