@@ -144,7 +144,8 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.multiply_by_silu(x, x)
         labels = torch.empty(2, dtype=torch.int64, device=META)
         kernels.cross_entropy_(x, labels, None, has_gradient=True)
-    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu", "loss")
+        kernels.checksum([x], [1])
+    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu", "loss", "checksum")
     names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):
         pages = torch.empty(9, 8, 16, 128, dtype=kind, device=META)

@@ -26,14 +26,14 @@ SPECS = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
 OTHERS = (
-    "quantize", "dequantize", "norm", "rotate", "store", "silu", "loss", "attend", "attend int8",
-    "join",
+    "quantize", "dequantize", "norm", "rotate", "store", "silu", "loss", "checksum", "attend",
+    "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
     75: ("int4 x 1", "dequantize"),
     80: ("int4 x 1", "int4 x 4", "int4 x 16"),
-    86: ("int8 x 1", "attend"),
+    86: ("int8 x 1", "attend", "checksum"),
     89: ("int4-asym x 16", "quantize", "rotate"),
     90: ("int4 x 1", "attend int8", "store", "loss"),
     100: ("int8 x 16", "norm", "silu"),

@@ -16,7 +16,7 @@ MOST_MODULES = {
     "bmforge.infer.sampling": 8,
     "bmforge.infer.generation": 151,
     "bmforge.infer.engine": 265,
-    "bmforge.models": 118,
+    "bmforge.models": 119,
 }
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
 from bmforge.nn.triton_kernels.attention import attend_pages, join_parts
+from bmforge.nn.triton_kernels.checksum import hash_words
 from bmforge.nn.triton_kernels.products import (
     dequantize,
     multiply_few,
@@ -31,6 +33,7 @@ __all__ = ["TritonKernels"]
 _WIDEST_GROUP = 256
 _PART_TOKENS = 256
 _GATE_VALUES = 1024
+_HASHED_WORDS = 4096
 # Separate multiplications and additions for bit-identity with the CPU; not needed for attention.
 _EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
 
@@ -263,6 +266,24 @@ class TritonKernels:
             )  # fmt: skip
         return losses
 
+    def checksum(self, tensors: Sequence[Tensor], steps: Sequence[int]) -> Tensor:
+        """Return a checksum of the bytes of all tensors as an int64 number, in few kernels.
+
+        Args:
+            tensors: contiguous tensors of at least one element.
+            steps: 1 reads all words of a tensor, n > 1 every n-th.
+        """
+        words = [_as_words(tensor) for tensor in tensors]
+        counts = [-(-w.numel() // step) for w, step in zip(words, steps, strict=True)]
+        programs = [-(-count // _HASHED_WORDS) for count in counts]
+        sums = tensors[0].new_empty(sum(programs), dtype=torch.int64)
+        parts = sums.split(programs)
+        for number, (own, part) in enumerate(zip(words, parts, strict=True)):
+            hash_words[(len(part),)](
+                own, part, counts[number], steps[number], number << 40, _HASHED_WORDS, num_warps=8
+            )
+        return sums.sum()
+
     def attend(
         self,
         query: Tensor,
@@ -303,6 +324,13 @@ class TritonKernels:
         )  # fmt: skip
         join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
         return out
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as 64-bit integers, or else as bytes."""
+    data = tensor.detach().view(-1).view(torch.uint8)
+    aligned = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
+    return data.view(torch.int64) if aligned else data
 
 
 def _in_pairs(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
