@@ -122,9 +122,27 @@ def _matrix(spec: QuantSpec) -> PackedMatrix:
 
 def product(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
     """Return the launch of a product of 4,096 by 4,096 with tokens in fp16."""
+    return _joint_product(spec, tokens, kernels, 1)
+
+
+def gated_product(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
+    """Return the launch of two products that are gated."""
+    return _joint_product(spec, tokens, kernels, 2, is_gated=True)
+
+
+def three_products(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
+    """Return the launch of three products with the same tokens."""
+    return _joint_product(spec, tokens, kernels, 3)
+
+
+def _joint_product(
+    spec: QuantSpec, tokens: int, kernels: TritonKernels, count: int, *, is_gated: bool = False
+) -> Launch:
     x = torch.empty(tokens, SIZE, dtype=torch.float16, device=META)
+    factors = [(_matrix(spec), SIZE, None)] * count
     with recorded() as launches:
-        kernels.multiply(x, _matrix(spec), SIZE, spec, None)
+        quantized = kernels.quantize(x, spec.group_of(SIZE))
+        kernels.multiply_quantized(quantized, factors, spec, x.dtype, is_gated=is_gated)
     return launches[-1]
 
 

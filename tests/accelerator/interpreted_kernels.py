@@ -116,6 +116,40 @@ def test_products_have_the_bits_of_the_cpu(
         assert same_bits(got, compiled.multiply(wide, matrix, rows, spec, bias).to(x.dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec(4, 32), QuantSpec(4, 128, symmetric=False, scale_dtype="float32"), QuantSpec(8, 96)],
+    ids=str,
+)
+def test_joint_products_have_the_bits_of_separate_ones(
+    spec: QuantSpec, has_bias: bool, tokens: int
+) -> None:
+    heights, x = (37, 16, 70), put_specials(random(9, tokens, 384), 2).half()
+    factors = [
+        (
+            pack_matrix(quantize_groups(random(seed, height, 384), spec), spec),
+            height,
+            random(seed + 5, height).half() if has_bias else None,
+        )
+        for seed, height in enumerate(heights)
+    ]
+    kernels = KERNELS if tokens > 1 else PLAIN_KERNELS
+    quantized = kernels.quantize(x, spec.group_of(384))
+    got = kernels.multiply_quantized(quantized, factors, spec, x.dtype)
+    want = [
+        multiply_plain(x.float(), m, height, spec, None if b is None else b.float()).half()
+        for m, height, b in factors
+    ]
+    assert all(map(same_bits, got, want))
+    second = pack_matrix(quantize_groups(random(7, 37, 384), spec), spec)
+    pair = [factors[0], (second, 37, factors[0][2])]
+    (gated,) = kernels.multiply_quantized(quantized, pair, spec, x.dtype, is_gated=True)
+    products = kernels.multiply_quantized(quantized, pair, spec, x.dtype)
+    assert same_bits(gated, kernels.multiply_by_silu(*products))
+
+
 @draws
 @given(
     group=st.sampled_from([16, 32, 96, 128, 384]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +12,8 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
 from bmforge.nn.triton_kernels.attention import attend_pages, join_parts
-from bmforge.nn.triton_kernels.products import (
-    dequantize,
-    multiply_few,
-    multiply_tiles,
-    multiply_wide_groups,
-)
+from bmforge.nn.triton_kernels.joint_products import multiply_matrices
+from bmforge.nn.triton_kernels.products import dequantize
 from bmforge.nn.triton_kernels.rows import (
     add_rms_norm,
     multiply_by_silu,
@@ -27,6 +25,9 @@ from bmforge.nn.triton_kernels.softmax import cross_entropy_rows
 
 __all__ = ["TritonKernels"]
 
+# A packed matrix, the number of its rows, and the bias of its products.
+_Factor = tuple[PackedMatrix, int, Tensor | None]
+
 # Wider groups than this do not fit into registers in one iteration.
 _WIDEST_GROUP = 256
 _PART_TOKENS = 256
@@ -37,6 +38,26 @@ _EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
 
 def _up_to_power(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+class _Tile(NamedTuple):
+    """Sizes of the programs of a product.
+
+    Args:
+        kind: "few", "tiles" or "wide"; see `multiply_matrices`.
+        tokens: tokens per program.
+        stages: stages of the pipelined loop.
+        turn: groups per iteration, or blocks if the kind is "wide".
+        panels: panels per program.
+        warps: warps per program.
+    """
+
+    kind: str
+    tokens: int
+    stages: int
+    turn: int
+    panels: int
+    warps: int
 
 
 @dataclass(frozen=True)
@@ -78,93 +99,78 @@ class TritonKernels:
         Shape:
             x: (T, columns), contiguous -> (T, rows)
         """
-        tokens, columns = x.shape
-        out = x.new_empty(tokens, rows)
-        if not tokens:
-            return out
-        group = spec.group_of(columns)
-        quantized = self.quantize(x, group)
-        is_regular = group == _up_to_power(group) and group <= _WIDEST_GROUP
-        if is_regular and self.has_tensor_cores and (tokens > 4 or self.emulates) and group >= 32:
-            self._multiply_tiles(quantized, matrix, spec, bias, out)
-        elif is_regular:
-            self._multiply_few(quantized, matrix, spec, bias, out)
-        else:
-            self._multiply_wide(quantized, matrix, spec, bias, out)
-        return out
+        if not len(x):
+            return x.new_empty(0, rows)
+        quantized = self.quantize(x, spec.group_of(x.shape[1]))
+        return self.multiply_quantized(quantized, [(matrix, rows, bias)], spec, x.dtype)[0]
 
-    def _multiply_few(
+    def multiply_quantized(
         self,
         quantized: tuple[Tensor, Tensor, Tensor],
-        matrix: PackedMatrix,
+        factors: Sequence[_Factor],
         spec: QuantSpec,
-        bias: Tensor | None,
-        out: Tensor,
-    ) -> None:
+        dtype: torch.dtype,
+        *,
+        is_gated: bool = False,
+    ) -> list[Tensor]:
+        """Return the products of quantized activations with one to three matrices.
+
+        Args:
+            quantized: result of `quantize`, for at least one token.
+            factors: matrices of one scheme, with their numbers of rows and their biases; all or
+                none have a bias.
+            spec: quantization scheme.
+            dtype: dtype of the products.
+            is_gated: return one tensor, ``silu(first) * second`` of the two products.
+
+        Shape:
+            returns (T, rows) for each matrix
+        """
         values, value_scales, sums = quantized
-        tokens, rows = out.shape
-        columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
-        group, is_plain = spec.group_of(columns), matrix.minima is None
-        scales, minima = _in_pairs(matrix)
+        tokens, columns = values.shape
+        is_plain, has_bias = factors[0][0].minima is None, factors[0][2] is not None
+        heights = [height for _, height, _ in factors]
+        tile = self._choose_tile(tokens, spec, spec.group_of(columns), is_plain, is_gated)
+        outs = [
+            values.new_empty(tokens, height, dtype=dtype)
+            for height in (heights[:1] if is_gated else heights)
+        ]
+        arguments: list[Tensor] = []
+        for number in range(3):  # the kernel ignores copies of the first matrix
+            matrix, _, bias = factors[number if number < len(factors) else 0]
+            scales, minima = _scales_of(matrix, tile.kind != "wide")
+            words = torch.uint8 if tile.kind == "tiles" else torch.int32
+            out = outs[number if number < len(outs) else 0]
+            bias = value_scales if bias is None else bias
+            arguments += [matrix.packed.view(words), scales, minima, bias, out]
+        parts = sum(-(-out.shape[1] // (PANEL_ROWS * tile.panels)) for out in outs)
+        multiply_matrices[parts, -(-tokens // tile.tokens)](
+            *arguments, values.view(torch.int8 if tile.kind == "tiles" else torch.int32),
+            value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors), is_gated,
+            tile.kind, columns, tile.tokens, spec.bits, spec.group_of(columns), is_plain, has_bias,
+            arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.turn, tile.panels,
+            num_warps=tile.warps, **_EXACT,
+        )  # fmt: skip
+        return outs
+
+    def _choose_tile(
+        self, tokens: int, spec: QuantSpec, group: int, is_plain: bool, is_gated: bool
+    ) -> _Tile:
+        at_once = 1 if tokens == 1 else 2 if tokens == 2 else 4
+        blocks = group * spec.bits // 32
+        if group != _up_to_power(group) or group > _WIDEST_GROUP:
+            return _Tile("wide", at_once, 3, min(64, _up_to_power(blocks)), 1, 4)
+        if self.has_tensor_cores and (tokens > 4 or self.emulates) and group >= 32:
+            # Two panels share the loads of the activations: 1.2 times as fast on an H200.
+            turn = max(8 if is_plain else 4, 256 // group)
+            # With a gate they would spill registers on sm_90.
+            panels = 2 if spec.bits == 4 and group <= 64 and not is_gated else 1
+            warps = 4 if turn * group <= 512 else 8
+            return _Tile("tiles", 16, 3 if group <= 64 else 2, turn, panels, warps)
         # One warp, and at most 256 words of a row per iteration: the fastest of 12 to 40 variants
         # for each of seven shapes on an H200. Several warps wait for each other.
-        blocks = group * spec.bits // 32
         turn = min(32 if tokens == 1 else 16, max(8, 256 // blocks)) // (1 if is_plain else 2)
-        grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
-        multiply_few[grid](
-            matrix.packed.view(torch.int32), scales, minima, values.view(torch.int32),
-            value_scales, sums, value_scales if bias is None else bias, out, tokens,
-            rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
-            scales.dtype == torch.int32, self.emulates, 3, turn,
-            num_warps=1, **_EXACT,
-        )  # fmt: skip
-
-    def _multiply_tiles(
-        self,
-        quantized: tuple[Tensor, Tensor, Tensor],
-        matrix: PackedMatrix,
-        spec: QuantSpec,
-        bias: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        values, value_scales, sums = quantized
-        tokens, rows = out.shape
-        columns, is_plain = values.shape[1], matrix.minima is None
-        scales, minima = _in_pairs(matrix)
-        group = spec.group_of(columns)
-        # Two panels share the loads of the activations: 1.2 times as fast on an H200.
-        turn = max(8 if is_plain else 4, 256 // group)
-        panels = 2 if spec.bits == 4 and group <= 64 else 1
-        grid = (-(-rows // (panels * PANEL_ROWS)), -(-tokens // 16))
-        multiply_tiles[grid](
-            matrix.packed, scales, minima, values, value_scales, sums,
-            value_scales if bias is None else bias, out, tokens,
-            rows, columns, 16, spec.bits, group, is_plain, bias is not None,
-            scales.dtype == torch.int32, 3 if group <= 64 else 2, turn, panels,
-            num_warps=4 if turn * group <= 512 else 8, **_EXACT,
-        )  # fmt: skip
-
-    def _multiply_wide(
-        self,
-        quantized: tuple[Tensor, Tensor, Tensor],
-        matrix: PackedMatrix,
-        spec: QuantSpec,
-        bias: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        values, value_scales, sums = quantized
-        tokens, rows = out.shape
-        columns, at_once = values.shape[1], 1 if tokens == 1 else 2 if tokens == 2 else 4
-        group, is_plain = spec.group_of(columns), matrix.minima is None
-        blocks = min(64, _up_to_power(group * spec.bits // 32))
-        minima = matrix.scales if matrix.minima is None else matrix.minima
-        grid = (-(-rows // PANEL_ROWS), -(-tokens // at_once))
-        multiply_wide_groups[grid](
-            matrix.packed.view(torch.int32), matrix.scales, minima, values.view(torch.int32),
-            value_scales, sums, value_scales if bias is None else bias, out, tokens,
-            rows, columns, at_once, spec.bits, group, is_plain, bias is not None,
-            self.emulates, 3, blocks, num_warps=4, **_EXACT,
-        )  # fmt: skip
+        return _Tile("few", at_once, 3, turn, 1, 1)
 
     def dequantize(
         self, matrix: PackedMatrix, rows: int, spec: QuantSpec, dtype: torch.dtype
@@ -305,14 +311,14 @@ class TritonKernels:
         return out
 
 
-def _in_pairs(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
-    """Return scales and minima, with two fp16 values per 32-bit word.
+def _scales_of(matrix: PackedMatrix, in_pairs: bool) -> tuple[Tensor, Tensor]:
+    """Return scales and minima; if `in_pairs`, with two fp16 values per 32-bit word.
 
     If the matrix has no minima, the scales are returned twice.
     """
     scales, minima = matrix.scales, matrix.minima
     minima = scales if minima is None else minima
-    if scales.dtype != torch.float16:
+    if scales.dtype != torch.float16 or not in_pairs:
         return scales, minima
     # Flat: a matrix with one group in each row can have strides that a wider dtype refuses.
     return scales.view(-1).view(torch.int32), minima.view(-1).view(torch.int32)

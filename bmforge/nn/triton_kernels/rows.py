@@ -116,16 +116,19 @@ def store_heads(
     tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
 
 
+@jit
+def gate_by_silu(gate, up):
+    """Return ``silu(gate) * up`` in their dtype, rounding silu(gate) to it first, as torch does."""
+    wide = gate.to(tl.float32)
+    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
 @jit(do_not_specialize=["count"])
 def multiply_by_silu(gate, up, out, count, B: tl.constexpr):
-    """Compute ``out = silu(gate) * up`` for flat tensors of `count` values.
-
-    silu(gate) is rounded to the dtype before the product, as torch does.
-    """
+    """Compute ``out = silu(gate) * up`` for flat tensors of `count` values."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    wide = g.to(tl.float32)
-    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(g.dtype).to(tl.float32)
-    tl.store(out + at, (activated * u).to(g.dtype), mask=inside)
+    u = tl.load(up + at, mask=inside, other=0.0)
+    tl.store(out + at, gate_by_silu(g, u), mask=inside)

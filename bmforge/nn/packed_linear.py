@@ -1,0 +1,132 @@
+"""Linear layers with packed weights, and products of several layers with the same input.
+
+On accelerators with Triton, layers of one quantization scheme that read the same input are
+multiplied by one kernel: the input is quantized once, and one launch replaces up to three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.packed_store import MatrixStore
+from bmforge.nn.packing import QuantSpec
+from bmforge.nn.products import FEW_DEVICE_TOKENS, numbers_of, takes_device_groups
+from bmforge.nn.quantized_rows import QuantizedRows
+from bmforge.nn.triton_kernels import load_triton
+
+__all__ = ["QuantizedLinear", "joint_group", "multiply_gated", "multiply_jointly"]
+
+
+class QuantizedLinear(MatrixStore, nn.Linear):
+    """Linear layer with packed weights; computes in fp32 for any input dtype.
+
+    Args:
+        plain: layer to replace; its weights are quantized by `fill_`.
+        spec: quantization scheme.
+
+    Shape:
+        x: (..., in) -> (..., out)
+    """
+
+    def __init__(self, plain: nn.Module, spec: QuantSpec) -> None:
+        sizes = linear_sizes(plain)
+        assert sizes is not None
+        nn.Linear.__init__(self, *sizes, bias=False, device="meta")
+        self.bias: Any = plain.bias
+        self._make(plain, sizes, spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the linear layer."""
+        return self.multiply(x, self.bias)
+
+
+def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:
+    """Return the group size in which `multiply_jointly` quantizes `x` for these layers.
+
+    0 if the layers must be called one by one.
+    """
+    first = layers[0]
+    if type(first) is not QuantizedLinear or first.spec.activations != "int8":
+        return 0
+    tokens, columns = x.numel() // max(1, x.shape[-1]), first.columns
+    if not 0 < tokens <= FEW_DEVICE_TOKENS or x.shape[-1] != columns:
+        return 0
+    if not takes_device_kernels(x) or not takes_device_groups(first.spec, columns):
+        return 0
+    if not all(_is_like(first, layer) for layer in layers) or load_triton(x.device) is None:
+        return 0
+    return first.spec.group_of(columns)
+
+
+def _is_like(first: QuantizedLinear, layer: nn.Module | None) -> bool:
+    """Return True if a layer computes only a product, with the scheme and input of `first`."""
+    if type(layer) is not QuantizedLinear or "forward" in vars(layer):
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks or layer.outlier_columns is not None:
+        return False
+    same = (layer.spec, layer.columns) == (first.spec, first.columns)
+    return same and (layer.bias is None) == (first.bias is None)
+
+
+def multiply_jointly(x: Tensor | QuantizedRows, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the outputs of several linear layers for the same input, in one kernel if possible.
+
+    Args:
+        x: input; if quantized, in groups of `joint_group`.
+        layers: at most three layers.
+
+    Shape:
+        x: (..., columns) -> (..., rows) for each layer
+    """
+    quantized = x if isinstance(x, QuantizedRows) else _quantize(x, layers)
+    if quantized is None:
+        return [layer(x) for layer in layers]
+    return _multiply(quantized, layers, is_gated=False)
+
+
+def multiply_gated(
+    x: Tensor | QuantizedRows, gate: nn.Module | None, up: nn.Module
+) -> Tensor | None:
+    """Return ``silu(gate(x)) * up(x)`` of two linear layers; None if one kernel cannot compute it.
+
+    Shape:
+        x: (..., columns) -> (..., rows)
+    """
+    if getattr(gate, "rows", 0) != getattr(up, "rows", 1):
+        return None
+    quantized = x if isinstance(x, QuantizedRows) else _quantize(x, (gate, up))
+    return None if quantized is None else _multiply(quantized, (gate, up), is_gated=True)[0]
+
+
+def _quantize(x: Tensor, layers: Sequence[nn.Module | None]) -> QuantizedRows | None:
+    """Return quantized activations; None if the layers must be called one by one."""
+    group = joint_group(x, layers)
+    if not group:
+        return None
+    rows = x.view(-1, x.shape[-1])
+    values, scales, sums = torch.ops.bmforge.quantize_rows(rows, group)
+    return QuantizedRows(values, scales, sums, x.dtype, x.shape[:-1])
+
+
+def _multiply(x: QuantizedRows, layers: Sequence[Any], *, is_gated: bool) -> list[Tensor]:
+    packed, scales, minima = zip(*(layer._tensors() for layer in layers), strict=True)
+    outs = torch.ops.bmforge.multiply_jointly(
+        x.values,
+        x.scales,
+        x.sums,
+        packed,
+        scales,
+        [] if minima[0] is None else minima,
+        [] if layers[0].bias is None else [layer.bias for layer in layers],
+        [layer.rows for layer in layers],
+        numbers_of(layers[0].spec),
+        x.dtype,
+        is_gated,
+    )
+    return [out.view(*x.shape, -1) for out in outs]
