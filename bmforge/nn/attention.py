@@ -189,6 +189,9 @@ class Attention(nn.Module):
         x: (B, T, D) -> (B, T, D)
     """
 
+    # RoPE rotates the first dims of every head of the queries and keys, and nothing else.
+    rotates_heads = True
+
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__()
         self.layer_index = 0
@@ -250,6 +253,7 @@ class Attention(nn.Module):
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         attend = getattr(cache, "attend", None)
+        rotation: tuple[Tensor, Tensor, bool] | None = None
         if memory is not None:
             assert isinstance(x, Tensor)
             query = self._queries(x, rope)
@@ -260,12 +264,16 @@ class Attention(nn.Module):
 
             key, value = make() if cache is None else cache.remember(self.layer_index, make)
         else:
+            # The cache rotates whole heads itself, in the kernel that stores the keys.
+            if attend is not None and self.rotates_heads and rope is not None:
+                rotation, rope = (*rope, self.rope_interleaved), None
             query, key, value = self._project(x, rope)
             if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
         if attend is not None and memory is None:
             scale = (self.scale or self.head_dim**-0.5) if self.is_plain() else None
-            mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
+            arguments = self.layer_index, self.window, self._mix, query, key, value, scale
+            mixed = attend(*arguments, rotation)
         else:
             mixed = self._mix(query, key, value, mask, bias)
         mixed = self._drop_padding(mixed)

@@ -36,6 +36,8 @@ class LatentAttention(Attention):
         x: (B, T, D) -> (B, T, D)
     """
 
+    rotates_heads = False
+
     def _build_projections(self, hidden_size: int, spec: AttentionSpec) -> None:
         """Build the projections to the latents and from them to queries, keys and values."""
         latent = spec.latent

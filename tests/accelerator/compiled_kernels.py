@@ -159,10 +159,21 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         cached = torch.empty(9, 32, 16, 128, dtype=dtype, device=META)
         place = torch.empty(2, dtype=torch.int64, device=META)
         kernels.store((heads, heads), (cached, cached), (place, place))
+        rope = x[:, :128].contiguous(), x[:, :128].contiguous(), False
+        kernels.rotate_and_store((heads,) * 3, rope, (cached, cached), (place, place))
         kernels.multiply_by_silu(x, x)
         labels = torch.empty(2, dtype=torch.int64, device=META)
         kernels.cross_entropy_(x, labels, None, has_gradient=True)
-    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu", "loss")
+    kinds = (
+        "quantize",
+        "dequantize",
+        "norm",
+        "rotate",
+        "store",
+        "rotate and store",
+        "silu",
+        "loss",
+    )
     names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):
         pages = torch.empty(9, 8, 16, 128, dtype=kind, device=META)

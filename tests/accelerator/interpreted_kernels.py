@@ -227,6 +227,23 @@ def test_rotated_heads_have_the_bits_of_torch(
     assert torch.equal(got, want[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rotation_and_storage_in_one_kernel_equal_two(
+    dtype: torch.dtype, is_interleaved: bool
+) -> None:
+    query, key, value = (random(n, 5, (3, 2, 2)[n], 80).to(dtype) for n in range(3))
+    slots = torch.tensor([6, 0, 6, 2, 2]), torch.tensor([0, 15, 7, 3, 4])
+    cos, sin = random(3, 5, 40).to(dtype), random(4, 5, 40).to(dtype)
+    want, got = ([torch.zeros(7, 2, 16, 80, dtype=dtype) for _ in range(2)] for _ in range(2))
+    KERNELS.store((KERNELS.rotate(key, cos, sin, is_interleaved), value), tuple(want), slots)
+    rotated = KERNELS.rotate_and_store(
+        (query, key, value), (cos, sin, is_interleaved), tuple(got), slots
+    )
+    assert torch.equal(rotated, KERNELS.rotate(query, cos, sin, is_interleaved))
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("width", [16, 80])
 def test_keys_and_values_are_written_to_their_places(dtype: torch.dtype, width: int) -> None:

@@ -34,16 +34,24 @@ SPECS = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
 OTHERS = (
-    "quantize", "dequantize", "norm", "rotate", "store", "silu", "loss", "attend", "attend int8",
-    "join",
+    "quantize", "dequantize", "norm", "rotate", "store", "rotate and store", "silu", "loss",
+    "attend", "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
     75: ("int4 x 1", "dequantize"),
     80: ("int4 x 1", "int4 x 4", "int4 x 16", "three int4 x 1"),
-    86: ("int8 x 1", "attend"),
+    86: ("int8 x 1", "attend", "rotate and store"),
     89: ("int4-asym x 16", "quantize", "rotate"),
-    90: ("int4 x 1", "gated int4 x 1", "gated int4 x 16", "attend int8", "store", "loss"),
+    90: (
+        "int4 x 1",
+        "gated int4 x 1",
+        "gated int4 x 16",
+        "attend int8",
+        "store",
+        "loss",
+        "rotate and store",
+    ),
     100: ("int8 x 16", "norm", "silu"),
     120: ("int8-dynamic x 4", "join"),
     "gfx90a": ("int4 x 1", "attend"),

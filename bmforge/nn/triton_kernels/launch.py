@@ -18,6 +18,7 @@ from bmforge.nn.triton_kernels.rows import (
     add_rms_norm,
     multiply_by_silu,
     quantize_rows,
+    rotate_and_store,
     rotate_heads,
     store_heads,
 )
@@ -216,6 +217,34 @@ class TritonKernels:
         rotate_heads[(tokens, heads)](
             x, cos, sin, out, heads, width, _up_to_power(width), cos.shape[-1], is_interleaved,
             num_warps=1, **_EXACT,
+        )  # fmt: skip
+        return out
+
+    def rotate_and_store(
+        self,
+        new: tuple[Tensor, Tensor, Tensor],
+        rope: tuple[Tensor, Tensor, bool],
+        stored: tuple[Tensor, Tensor],
+        slots: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return rotated queries; write rotated keys, and values, to the pages of a cache.
+
+        Args:
+            new: queries, keys and values of the tokens, contiguous and of one dtype.
+            rope: cos, sin and whether pairs are interleaved; see `rotate`.
+            stored: keys and values of all pages; see `store`.
+            slots: page and position of each token; see `store`.
+
+        Shape:
+            new: (T, N, H), (T, K, H), (T, K, H); returns (T, N, H)
+        """
+        query, key, value = new
+        cos, sin, is_interleaved = rope
+        (tokens, heads, width), kv_heads = query.shape, key.shape[1]
+        out = torch.empty_like(query)
+        rotate_and_store[tokens, heads + kv_heads](
+            query, key, value, cos, sin, out, *stored, *slots, heads, kv_heads, width,
+            _up_to_power(width), cos.shape[-1], is_interleaved, num_warps=1, **_EXACT,
         )  # fmt: skip
         return out
 

@@ -2,7 +2,14 @@
 
 from bmforge.nn.triton_kernels.language import jit, tl
 
-__all__ = ["add_rms_norm", "multiply_by_silu", "quantize_rows", "rotate_heads", "store_heads"]
+__all__ = [
+    "add_rms_norm",
+    "multiply_by_silu",
+    "quantize_rows",
+    "rotate_and_store",
+    "rotate_heads",
+    "store_heads",
+]
 
 
 @jit
@@ -71,6 +78,27 @@ def add_rms_norm(
 
 
 @jit
+def rotate_head(
+    x, cos, sin, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Return one head of a token, (H,) at `x`, with its first R dims rotated."""
+    h = tl.arange(0, BH)
+    inside, turned = h < H, h < R
+    v = tl.load(x + h, mask=inside, other=0.0)
+    if INTERLEAVED:
+        partner, is_first = h ^ 1, h % 2 == 0
+    else:
+        is_first = h < R // 2
+        partner = tl.where(is_first, h + R // 2, h - R // 2)
+    other = tl.load(x + partner, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + h, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + h, mask=turned, other=0.0).to(tl.float32)
+    along = (v.to(tl.float32) * c).to(v.dtype).to(tl.float32)
+    across = (tl.where(is_first, -other, other) * s).to(v.dtype).to(tl.float32)
+    return tl.where(turned, (along + across).to(v.dtype), v)
+
+
+@jit
 def rotate_heads(
     x, cos, sin, out,
     N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
@@ -82,20 +110,35 @@ def rotate_heads(
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, BH)
-    inside, turned = h < H, h < R
     base = (t * N + head) * H
-    v = tl.load(x + base + h, mask=inside, other=0.0)
-    if INTERLEAVED:
-        partner, is_first = h ^ 1, h % 2 == 0
+    rotated = rotate_head(x + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+    tl.store(out + base + h, rotated, mask=h < H)
+
+
+@jit
+def rotate_and_store(
+    query, key, value, cos, sin, out, keys, values, pages, offsets,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries (T, N, H) like `rotate_heads`; write rotated keys and values to a KV cache.
+
+    The keys, values and places are those of `store_heads`. A program computes one head of queries,
+    or one of keys and values, of one token.
+    """
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, BH)
+    if head < N:
+        base = (t * N + head) * H
+        rotated = rotate_head(query + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+        tl.store(out + base + h, rotated, mask=h < H)
     else:
-        is_first = h < R // 2
-        partner = tl.where(is_first, h + R // 2, h - R // 2)
-    other = tl.load(x + base + partner, mask=turned, other=0.0).to(tl.float32)
-    c = tl.load(cos + t * R + h, mask=turned, other=0.0).to(tl.float32)
-    s = tl.load(sin + t * R + h, mask=turned, other=0.0).to(tl.float32)
-    along = (v.to(tl.float32) * c).to(v.dtype).to(tl.float32)
-    across = (tl.where(is_first, -other, other) * s).to(v.dtype).to(tl.float32)
-    tl.store(out + base + h, tl.where(turned, (along + across).to(v.dtype), v), mask=inside)
+        base = (t * K + head - N) * H
+        place = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
+        rotated = rotate_head(key + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+        tl.store(keys + place * H + h, rotated, mask=h < H)
+        copied = tl.load(value + base + h, mask=h < H)
+        tl.store(values + place * H + h, copied, mask=h < H)
 
 
 @jit
