@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packed_store import MatrixStore
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.products import FEW_DEVICE_TOKENS, numbers_of, takes_device_groups
 from bmforge.nn.quantized_rows import QuantizedRows
+from bmforge.nn.shard_hooks import pass_on
 from bmforge.nn.triton_kernels import load_triton
 
-__all__ = ["QuantizedLinear", "joint_group", "multiply_gated", "multiply_jointly"]
+__all__ = ["QuantizedLinear", "joint_group", "multiply_gated", "multiply_jointly", "quantize_norm"]
 
 
 class QuantizedLinear(MatrixStore, nn.Linear):
@@ -51,7 +53,7 @@ def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:
 
     0 if the layers must be called one by one.
     """
-    first = layers[0]
+    first = layers[0] if layers else None
     if type(first) is not QuantizedLinear or first.spec.activations != "int8":
         return 0
     tokens, columns = x.numel() // max(1, x.shape[-1]), first.columns
@@ -66,9 +68,9 @@ def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:
 
 def _is_like(first: QuantizedLinear, layer: nn.Module | None) -> bool:
     """Return True if a layer computes only a product, with the scheme and input of `first`."""
-    if type(layer) is not QuantizedLinear or "forward" in vars(layer):
+    if type(layer) is not QuantizedLinear:
         return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer.outlier_columns is not None:
+    if not _is_undisturbed(layer) or layer.outlier_columns is not None:
         return False
     same = (layer.spec, layer.columns) == (first.spec, first.columns)
     return same and (layer.bias is None) == (first.bias is None)
@@ -102,6 +104,52 @@ def multiply_gated(
         return None
     quantized = x if isinstance(x, QuantizedRows) else _quantize(x, (gate, up))
     return None if quantized is None else _multiply(quantized, (gate, up), is_gated=True)[0]
+
+
+def quantize_norm(
+    x: Tensor, residual: Tensor | None, norm: nn.Module, reader: nn.Module | None
+) -> tuple[Tensor, QuantizedRows] | None:
+    """Return ``residual + x``, and its RMS norm quantized for the projections of a sublayer.
+
+    None if one kernel cannot compute this.
+
+    Args:
+        x: hidden states, of the dtype of the norm's weight.
+        residual: summand; None returns `x` itself.
+        norm: RMS norm.
+        reader: attention or MLP that reads the norm.
+
+    Shape:
+        x, residual: (..., D)
+    """
+    if type(norm) is not RMSNorm or norm.offset or not _is_undisturbed(norm):
+        return None
+    weight, group = norm.weight, _group_read(x, reader)
+    if not group or not takes_device_kernels(x, weight):
+        return None
+    width, rows = x.shape[-1], None if residual is None else residual.view(-1, x.shape[-1])
+    total, *parts = torch.ops.bmforge.quantize_norm(
+        x.view(-1, width), rows, weight, norm.eps, group
+    )
+    values, scales, sums = parts
+    quantized = QuantizedRows(values, scales, sums, x.dtype, x.shape[:-1])
+    return x if residual is None else total.view(x.shape), quantized
+
+
+def _group_read(x: Tensor, reader: Any) -> int:
+    """Return the group size, a power of two, in which a sublayer's projections read `x`, or 0."""
+    if not hasattr(reader, "projections") or not _is_undisturbed(reader):
+        return 0
+    if reader.enter is not pass_on:
+        return 0
+    group = joint_group(x, reader.projections())
+    return 0 if group & (group - 1) or x.shape[-1] > 1 << 14 else group
+
+
+def _is_undisturbed(module: nn.Module) -> bool:
+    """Return True if a module has no hooks, and no wrapper around its forward."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in vars(module)
 
 
 def _quantize(x: Tensor, layers: Sequence[nn.Module | None]) -> QuantizedRows | None:

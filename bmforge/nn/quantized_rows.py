@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bmforge.nn.packing import PackedMatrix
 from bmforge.nn.plain_products import multiply_quantized_plain, quantize_activations
+from bmforge.nn.plain_rows import plain_rms_norm
 from bmforge.nn.products import decode_spec
 from bmforge.nn.triton_kernels import load_triton
 
@@ -42,6 +43,10 @@ class QuantizedRows:
 _LIBRARY = torch.library.Library("bmforge", "FRAGMENT")
 _LIBRARY.define("quantize_rows(Tensor x, int group) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
+    "quantize_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int group)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
     "multiply_jointly(Tensor values, Tensor value_scales, Tensor sums, Tensor[] packed, "
     "Tensor[] scales, Tensor[] minima, Tensor[] biases, int[] rows, int[] spec, "
     "ScalarType dtype, bool is_gated) -> Tensor[]"
@@ -57,6 +62,19 @@ def _quantize_plain(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 def _quantize_rows_op(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     kernels = load_triton(x.device)
     return _quantize_plain(x, group) if kernels is None else kernels.quantize(x, group)
+
+
+def _quantize_norm_op(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    kernels = load_triton(x.device)
+    if kernels is not None:
+        total, *parts = kernels.quantize_norm(x, residual, weight, eps, group)
+    else:
+        total = x if residual is None else residual + x
+        parts = [*_quantize_plain(plain_rms_norm(total, weight, eps), group)]
+    # An operator must not return its input.
+    return total.new_empty(0) if residual is None else total, parts[0], parts[1], parts[2]
 
 
 def _multiply_jointly_op(
@@ -89,6 +107,7 @@ def _multiply_jointly_op(
 
 
 _LIBRARY.impl("quantize_rows", _quantize_rows_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("quantize_norm", _quantize_norm_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("multiply_jointly", _multiply_jointly_op, "CompositeExplicitAutograd")
 
 
@@ -97,6 +116,14 @@ def _(x: Tensor, group: int) -> Any:
     groups = x.shape[0], x.shape[1] // group
     scales, sums = (x.new_empty(groups, dtype=kind) for kind in (torch.float32, torch.int32))
     return torch.empty_like(x, dtype=torch.int8), scales, sums
+
+
+@torch.library.register_fake("bmforge::quantize_norm")
+def _(x: Tensor, residual: Any, weight: Tensor, eps: float, group: int) -> Any:
+    groups = x.shape[0], x.shape[1] // group
+    scales, sums = (x.new_empty(groups, dtype=kind) for kind in (torch.float32, torch.int32))
+    total = x.new_empty(0) if residual is None else torch.empty_like(x)
+    return total, torch.empty_like(x, dtype=torch.int8), scales, sums
 
 
 @torch.library.register_fake("bmforge::multiply_jointly")

@@ -154,6 +154,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.quantize(x, 32)
         kernels.dequantize(_matrix(spec), SIZE, spec, dtype)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
+        kernels.quantize_norm(x, x, x[0], 1e-5, 32)
         heads = x.view(2, 32, 128)
         kernels.rotate(heads, x[:, :128].contiguous(), x[:, :128].contiguous(), False)
         cached = torch.empty(9, 32, 16, 128, dtype=dtype, device=META)
@@ -168,6 +169,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         "quantize",
         "dequantize",
         "norm",
+        "norm and quantize",
         "rotate",
         "store",
         "rotate and store",

@@ -198,6 +198,22 @@ def test_norms_are_those_of_the_module(dtype: torch.dtype, width: int, has_resid
     torch.testing.assert_close(out, norm(want_total), rtol=ratio, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_quantized_norms_equal_two_kernels(
+    dtype: torch.dtype, has_residual: bool, group: int
+) -> None:
+    x, weight = random(1, 3, 384).to(dtype), random(0, 384).to(dtype)
+    x[1, 5] = float("nan")
+    residual = random(2, 3, 384).to(dtype) if has_residual else None
+    total, *got = KERNELS.quantize_norm(x, residual, weight, 1e-5, group)
+    want_total, normed = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    assert same_bits(total, want_total)
+    for left, right in zip(got, KERNELS.quantize(normed, group), strict=True):
+        assert same_bits(left, right)
+
+
 @draws
 @given(
     tokens=st.integers(1, 4),

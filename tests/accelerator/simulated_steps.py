@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("fp32", "bf16", "int4", "int8")
 # Kernels of a decoding step in each layer; they may only fall.
-MOST_KERNELS = {"fp32": 14, "bf16": 14, "int4": 14, "int8": 14}
+MOST_KERNELS = {"fp32": 14, "bf16": 14, "int4": 12, "int8": 12}
 MOST_OUTSIDE = 21
 
 

@@ -34,8 +34,8 @@ SPECS = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
 OTHERS = (
-    "quantize", "dequantize", "norm", "rotate", "store", "rotate and store", "silu", "loss",
-    "attend", "attend int8", "join",
+    "quantize", "dequantize", "norm", "norm and quantize", "rotate", "store", "rotate and store",
+    "silu", "loss", "attend", "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
@@ -52,7 +52,7 @@ QUICK = {
         "loss",
         "rotate and store",
     ),
-    100: ("int8 x 16", "norm", "silu"),
+    100: ("int8 x 16", "norm", "norm and quantize", "silu"),
     120: ("int8-dynamic x 4", "join"),
     "gfx90a": ("int4 x 1", "attend"),
     "gfx942": ("int8-dynamic x 1", "int8 x 16"),

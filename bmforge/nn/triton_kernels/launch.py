@@ -201,10 +201,32 @@ class TritonKernels:
         out = torch.empty_like(x, dtype=weight.dtype)
         padded = _up_to_power(width)
         add_rms_norm[(x.numel() // width,)](
-            x, x if residual is None else residual, weight, total, out, eps,
-            width, padded, residual is not None, num_warps=4 if padded <= 4096 else 8, **_EXACT,
+            x, x if residual is None else residual, weight, total, out, out, out, eps,
+            width, padded, residual is not None, 0, num_warps=4 if padded <= 4096 else 8, **_EXACT,
         )  # fmt: skip
         return total, out
+
+    def quantize_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, group: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the sum of `add_rms_norm`, and its norm quantized like in `quantize`.
+
+        Shape:
+            x and residual: (T, D), contiguous, of the same dtype; weight: (D,); `group` is a power
+            of two
+        """
+        tokens, width = x.shape
+        total = x if residual is None else torch.empty_like(x)
+        values = torch.empty_like(x, dtype=torch.int8)
+        scales = x.new_empty(tokens, width // group, dtype=torch.float32)
+        sums = x.new_empty(tokens, width // group, dtype=torch.int32)
+        padded = _up_to_power(width)
+        add_rms_norm[(tokens,)](
+            x, x if residual is None else residual, weight, total, values, scales, sums, eps,
+            width, padded, residual is not None, group, num_warps=4 if padded <= 4096 else 8,
+            **_EXACT,
+        )  # fmt: skip
+        return total, values, scales, sums
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
         """Return heads rotated by RoPE; see `position.apply_rope`.

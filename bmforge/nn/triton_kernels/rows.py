@@ -19,6 +19,22 @@ def round_half_even(x):
 
 
 @jit
+def quantize_groups(v):
+    """Quantize groups (C, BG) in fp32; return integers (C, BG) int32 and scales (C,)."""
+    # Bits of non-negative floats are ordered as integers; infinity and NaN are the largest.
+    largest_bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
+    is_finite = largest_bits < 0x7F800000
+    largest = tl.where(is_finite, largest_bits, 0).to(tl.float32, bitcast=True)
+    # `/` is approximate in Triton; bit-identical results need IEEE division.
+    scale = tl.math.div_rn(largest, 127.0)
+    is_zero = scale < 1.1754943508222875e-38
+    inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
+    v = tl.where(is_finite[:, None], v, 0.0)
+    rounded = round_half_even(v * inverse[:, None]).to(tl.int32)
+    return rounded, tl.where(is_finite, tl.where(is_zero, 0.0, scale), float("nan"))
+
+
+@jit
 def quantize_rows(
     x, values, scales, sums,
     K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
@@ -35,17 +51,7 @@ def quantize_rows(
     inside = (g < GROUPS)[:, None] & (column < G)[None, :]
     offset = t * K + g[:, None] * G + column[None, :]
     v = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-    # Bits of non-negative floats are ordered as integers; infinity and NaN are the largest.
-    largest_bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
-    is_finite = largest_bits < 0x7F800000
-    largest = tl.where(is_finite, largest_bits, 0).to(tl.float32, bitcast=True)
-    # `/` is approximate in Triton; bit-identical results need IEEE division.
-    scale = tl.math.div_rn(largest, 127.0)
-    is_zero = scale < 1.1754943508222875e-38
-    inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
-    v = tl.where(is_finite[:, None], v, 0.0)
-    rounded = round_half_even(v * inverse[:, None]).to(tl.int32)
-    scale = tl.where(is_finite, tl.where(is_zero, 0.0, scale), float("nan"))
+    rounded, scale = quantize_groups(v)
     tl.store(values + offset, rounded.to(tl.int8), mask=inside)
     tl.store(scales + t * GROUPS + g, scale, mask=g < GROUPS)
     tl.store(sums + t * GROUPS + g, tl.sum(rounded, 1), mask=g < GROUPS)
@@ -53,13 +59,14 @@ def quantize_rows(
 
 @jit
 def add_rms_norm(
-    x, residual, weight, total, out, eps,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x, residual, weight, total, out, scales, sums, eps,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Compute ``total = residual + x`` and ``out = weight * total / rms(total)`` per row.
 
     A program computes one row. The sum is rounded to the dtype of x before its mean square is
-    computed, as torch does.
+    computed, as torch does. If G is not 0, a power of two, the result is quantized in groups of G
+    columns like in `quantize_rows`, and `out` is int8.
     """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -73,8 +80,16 @@ def add_rms_norm(
     mean = tl.sum(wide * wide, 0) / D
     normed = wide * tl.math.div_rn(1.0, tl.sqrt_rn(mean + eps))
     w = tl.load(weight + d, mask=inside, other=0.0)
-    scaled = w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)
-    tl.store(out + t * D + d, scaled.to(w.dtype), mask=inside)
+    scaled = (w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)).to(w.dtype)
+    if G == 0:
+        tl.store(out + t * D + d, scaled, mask=inside)
+    else:
+        groups = tl.reshape(scaled.to(tl.float32), (BD // G, G))
+        rounded, scale = quantize_groups(groups)
+        tl.store(out + t * D + d, tl.reshape(rounded, (BD,)).to(tl.int8), mask=inside)
+        g = tl.arange(0, BD // G)
+        tl.store(scales + t * (D // G) + g, scale, mask=g < D // G)
+        tl.store(sums + t * (D // G) + g, tl.sum(rounded, 1), mask=g < D // G)
 
 
 @jit
