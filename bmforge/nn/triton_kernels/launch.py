@@ -349,16 +349,18 @@ class TritonKernels:
         kv_heads, group = pages[0].shape[1], heads // pages[0].shape[1]
         padded = max(16, _up_to_power(group))
         parts = max(1, -(-tables.shape[1] * 16 // _PART_TOKENS))
-        part = query.new_empty(rows, kv_heads, parts, padded, width, dtype=torch.float32)
-        stats = query.new_empty(rows, kv_heads, parts, padded, 2, dtype=torch.float32)
+        count = 0 if parts == 1 else parts
+        part = query.new_empty(rows, kv_heads, count, padded, width, dtype=torch.float32)
+        stats = query.new_empty(rows, kv_heads, count, padded, 2, dtype=torch.float32)
         out = torch.empty_like(query)
         sizes = (kv_heads, group, padded, width, max(16, _up_to_power(width)))
         attend_pages[(rows, kv_heads, parts)](
-            query, *pages, *(scales or pages), tables, ends, part, stats, scale, tables.shape[1],
-            *sizes, _PART_TOKENS, window or 0, scales is not None, 64 if scales is None else 32, 2,
-            num_warps=4, **_FUSED,
+            query, *pages, *(scales or pages), tables, ends, part, stats, out, scale,
+            tables.shape[1], *sizes, _PART_TOKENS, window or 0, scales is not None,
+            64 if scales is None else 32, 2, parts == 1, num_warps=4, **_FUSED,
         )  # fmt: skip
-        join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
+        if parts > 1:
+            join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
         return out
 
 
