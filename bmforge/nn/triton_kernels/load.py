@@ -105,8 +105,8 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         device: device that runs the kernels.
     """
     products = (partial(_compare_products, spec=spec) for spec in _SPECS)
-    joint = _compare_joint_products
-    compare = (*products, joint, _compare_norm, _compare_heads, _compare_attention)
+    others = (_compare_joint_products, _compare_norm, _compare_heads, _compare_attention)
+    compare: list[Callable[[TritonKernels, torch.device], str]] = [*products, *others]
     return _first_difference(compare, kernels, device)
 
 
