@@ -20,8 +20,8 @@ SECTIONS = {
     "tensor parallelism, the step time is multiplied by its degree, so 1 is perfect.",
     "Decoding": "Prompts of 512 random tokens, greedy; decoding is timed over 96 tokens after the "
     "16th. Roofline: one read of all weights per step at the table's bandwidth. transformers runs "
-    "`generate` with its default settings, in turns in the same process; the ratios are those of the speeds "
-    "(median and 95 % interval).",
+    "`generate` with its default settings, in turns in the same process; the ratios are those of "
+    "the speeds (median and 95 % interval).",
     "Other engines": "Engines that are installed, with the prompts and lengths of the section "
     "above.",
     "Streaming": "Bytes of streamed blocks over the time of a forward pass, against the "

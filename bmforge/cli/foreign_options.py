@@ -209,7 +209,7 @@ def suggest_option(
         if bare in names.split() and f"--{word}" in options:
             return f" Did you mean '--{option}'?"
         if bare in (*names.split(), word) and word in positional:
-            return f" Give it without a name: bmforge {command} {word.upper()}."
+            return f" Pass it without a name: bmforge {command} {word.upper()}."
     endings = [name for name in options if name.endswith(f".{bare}")]
     if len(endings) == 1:
         return f" Did you mean {endings[0]!r}?"

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from bmforge.nn.tiled_logits import TiledHead
 from bmforge.nn.triton_kernels.load import load_loss_kernels
 
 if TYPE_CHECKING:
-    from bmforge.nn.losses import TiledHead
     from bmforge.nn.triton_kernels.launch import TritonKernels
 
 __all__ = ["find_loss_kernels", "pad_head", "run_device_loss"]

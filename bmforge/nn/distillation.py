@@ -18,10 +18,10 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn.losses import TiledHead, TiledLoss, as_number, find_tiling, split_chunks
+from bmforge.nn.losses import TiledLoss, as_number, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.softcap import cap_softly
-from bmforge.nn.tiled_logits import TiledLogits
+from bmforge.nn.tiled_logits import TiledHead, TiledLogits
 
 __all__ = ["HeadInput", "linear_distillation"]
 

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import adds_to_wide, is_host, reads_are_free, wide_dtype
+from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.device_loss import find_loss_kernels, pad_head, run_device_loss
 from bmforge.nn.shard_hooks import HeadRows, VocabCut
-from bmforge.nn.tiled_logits import TiledLogits
-from bmforge.nn.tiled_softmax import TiledSoftmax
+from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
 __all__ = [
-    "TiledHead",
     "TiledLoss",
-    "Tiling",
     "as_number",
     "check_classes",
     "find_tiling",
@@ -41,19 +38,6 @@ _CHUNK_ELEMENTS = 1 << 26
 # and 72 MiB if the logits have 16 bits.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
-# On a CPU, rows per step when a product is added to a sum of a wider dtype; sized for the cache.
-_WIDENED_ROWS = 512
-
-
-class Tiling(NamedTuple):
-    """Number of tokens and of columns per tile.
-
-    `keeps` is True if the logits of all columns of a chunk stay in memory.
-    """
-
-    tokens: int
-    columns: int
-    keeps: bool
 
 
 class _HeadOptions(NamedTuple):
@@ -159,107 +143,6 @@ class _LinearCrossEntropy(TiledLoss):
             head.finish_tokens_(tokens)
         TiledLoss.keep_(ctx, head, scale, inputs)
         return total * scale
-
-
-class TiledHead:
-    """Inputs of a head, and buffers for their gradients.
-
-    Args:
-        hidden: hidden states, (M, D).
-        weight: weight, (V, D).
-        bias: bias, (V,), or None.
-        added: pairs (a, b) of low-rank factors, (M, R) and (V, R), whose products ``a @ b.T``
-            are added to the logits.
-        needs: True for each input of `TiledLoss` that needs a gradient, in the order of the inputs.
-        wide: dtype in which gradients are accumulated.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        added: Sequence[Tensor],
-        needs: Sequence[bool],
-        wide: torch.dtype,
-    ) -> None:
-        self.bias, self.wide, self.needs_gradients = bias, wide, any(needs)
-        self.pairs = [(hidden, weight), *zip(added[::2], added[1::2], strict=True)]
-        needs_pairs = [*needs[:2], *needs[6:]]
-        self._of_states = [
-            torch.empty_like(states) if need else None
-            for (states, _), need in zip(self.pairs, needs_pairs[::2], strict=True)
-        ]
-        self._of_rows = [
-            torch.empty_like(rows, dtype=wide) if need else None
-            for (_, rows), need in zip(self.pairs, needs_pairs[1::2], strict=True)
-        ]
-        wants_bias = needs[2] and bias is not None
-        self._of_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        # Gradients of the current tokens' hidden states, summed over tiles.
-        self._sums: list[Tensor | None] = [None] * len(self.pairs)
-
-    @property
-    def grads(self) -> list[Tensor | None]:
-        """Gradients of hidden states, weight, bias and the low-rank factors in `added`."""
-        pairs = list(zip(self._of_states, self._of_rows, strict=True))
-        return [*pairs[0], self._of_bias, *itertools.chain.from_iterable(pairs[1:])]
-
-    def score_(self, out: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Write the logits of the given tokens and columns into `out`, and return `out`."""
-        (hidden, weight), *added = self.pairs
-        torch.mm(hidden[tokens], weight[columns].t(), out=out)
-        if self.bias is not None:
-            out += self.bias[columns]
-        for low, rows in added:
-            out.addmm_(low[tokens], rows[columns].t())
-        return out
-
-    def collect_(self, grad: Tensor, tokens: slice, columns: slice) -> None:
-        """Accumulate the gradients of the inputs from the gradient of a tile of logits."""
-        for number, (states, rows) in enumerate(self.pairs):
-            of_states, of_rows = self._of_states[number], self._of_rows[number]
-            if of_states is not None:
-                is_first = self._sums[number] is None
-                if is_first:
-                    self._sums[number] = self._sum_buffer(of_states[tokens])
-                _add_product_(self._sums[number], grad, rows[columns], is_first)
-            if of_rows is not None:
-                _add_product_(of_rows[columns], grad.t(), states[tokens], tokens.start == 0)
-        if self._of_bias is not None:
-            self._of_bias[columns] += grad.sum(0, dtype=self.wide)
-
-    def cut_(self, rows: int) -> None:
-        """Drop the gradients of padded rows of the weight, the bias and the low-rank factors."""
-        self._of_rows = [None if grad is None else grad[:rows] for grad in self._of_rows]
-        self._of_bias = None if self._of_bias is None else self._of_bias[:rows]
-
-    def _sum_buffer(self, part: Tensor) -> Tensor:
-        """Return a buffer for summing a gradient: the gradient's tensor itself if it is wide."""
-        return part if part.dtype == self.wide else torch.empty_like(part, dtype=self.wide)
-
-    def finish_tokens_(self, tokens: slice) -> None:
-        """Convert the summed gradients of these tokens to their final dtype; reset the sums."""
-        for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
-            if total is not None and gradient is not None and total.dtype != gradient.dtype:
-                gradient[tokens] = total
-            self._sums[number] = None
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Accumulate ``total += left @ right`` in the wider dtype of `total`; `first` overwrites."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
-    elif adds_to_wide(total.device):
-        beta = 0 if first else 1
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-    elif first:
-        total.copy_(left @ right)
-    else:
-        product = left @ right
-        step = _WIDENED_ROWS if is_host(total.device) else max(1, total.shape[0])
-        for start in range(0, total.shape[0], step):
-            total[start : start + step] += product[start : start + step]
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bmforge.serve.errors import RequestError, explain_types
 from bmforge.serve.message_types import Message, Strict, Tool, ToolChoice
+from bmforge.serve.peer_fields import PeerFields
 
 __all__ = [
     "ChatRequest",
@@ -76,7 +77,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class Writing(Strict):
+class Writing(PeerFields):
     """Fields common to chat and text completions."""
 
     model: str
@@ -107,10 +108,6 @@ class Writing(Strict):
     skip_special_tokens: bool | None = None
     stop_token_ids: Ids | None = None
     cache_salt: str | None = Field(None, max_length=256)
-    # Accepted with their neutral values only.
-    include_stop_str_in_output: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    truncate_prompt_tokens: None = None
     # Accepted and ignored.
     user: str | None = None
 
@@ -189,6 +186,11 @@ class ChatRequest(Writing):
     function_call: None = None
     functions: None = None
     web_search_options: None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    prompt_logprobs: None = None
+    chat_template: None = None
+    documents: None = None
     # Reasoning.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     enable_thinking: bool | None = None

@@ -165,6 +165,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.multiply_by_silu(x, x)
         labels = torch.empty(2, dtype=torch.int64, device=META)
         kernels.cross_entropy_(x, labels, None, has_gradient=True)
+        kernels.checksum([x], [1])
     kinds = (
         "quantize",
         "dequantize",
@@ -175,6 +176,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         "rotate and store",
         "silu",
         "loss",
+        "checksum",
     )
     names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):

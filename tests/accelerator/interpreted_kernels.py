@@ -450,3 +450,29 @@ def test_the_linear_cross_entropy_with_the_kernel(
     limit = 1e-5 if dtype == torch.float32 else 4e-3
     for got, expected in zip(run(), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def plain_checksum(tensors: list[Tensor], steps: list[int]) -> int:
+    """The sum modulo 2**64 in Python, of 8-byte words or, if they do not fit, of bytes."""
+    mask, total = (1 << 64) - 1, 0
+    for number, (tensor, step) in enumerate(zip(tensors, steps, strict=True)):
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        size = 1 if len(data) % 8 else 8
+        words = [int.from_bytes(data[n : n + size], "little") for n in range(0, len(data), size)]
+        for i, word in enumerate(words[::step]):
+            mixed = ((i + (number << 40) + 1) * 0x9E3779B97F4A7C15) & mask
+            mixed ^= ((mixed - (mixed >> 63 << 64)) >> 30) & mask  # an arithmetic shift
+            mixed = (mixed * 0xBF58476D1CE4E5B9) & mask
+            mixed ^= ((mixed - (mixed >> 63 << 64)) >> 27) & mask
+            total += word * (mixed | 1)
+    return total & mask
+
+
+def test_the_checksum_of_tensors() -> None:
+    tensors = [random(0, 70, 64), random(1, 3).half(), random(2, 130, 65)]
+    for steps in ([1, 1, 1], [71, 1, 133]):
+        got = int(KERNELS.checksum(tensors, steps)) & ((1 << 64) - 1)
+        assert got == plain_checksum(tensors, steps)
+    before = int(KERNELS.checksum(tensors, [1, 1, 1]))
+    tensors[0][[3, 5]] = tensors[0][[5, 3]]
+    assert int(KERNELS.checksum(tensors, [1, 1, 1])) != before

@@ -35,13 +35,13 @@ SPECS = {
 }
 OTHERS = (
     "quantize", "dequantize", "norm", "norm and quantize", "rotate", "store", "rotate and store",
-    "silu", "loss", "attend", "attend int8", "join",
+    "silu", "loss", "checksum", "attend", "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
     75: ("int4 x 1", "dequantize"),
     80: ("int4 x 1", "int4 x 4", "int4 x 16", "three int4 x 1"),
-    86: ("int8 x 1", "attend", "rotate and store"),
+    86: ("int8 x 1", "attend", "rotate and store", "checksum"),
     89: ("int4-asym x 16", "quantize", "rotate"),
     90: (
         "int4 x 1",

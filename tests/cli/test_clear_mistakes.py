@@ -71,7 +71,7 @@ def test_the_task_and_the_command_select_the_option(capsys: pytest.CaptureFixtur
         (["evaluate", "--max_length", "9"], "Did you mean '--seq-len'?"),
         (["plan", "gpt2", "--lora_r", "9"], "Did you mean '--adapter-rank'?"),
         (["merge", "x", "--base_model=y"], "Did you mean '--base'?"),
-        (["generate", "--model", "x"], "Give it without a name: bmforge generate MODEL."),
+        (["generate", "--model", "x"], "Pass it without a name: bmforge generate MODEL."),
         (["quantize", "--model_name_or_path=x"], "bmforge quantize SOURCE."),
     ):
         assert main(arguments) == 2

@@ -29,6 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
 VALUES: dict[str, Any] = {
     "metadata": {"a": "b"}, "store": True, "prediction": {"type": "content", "content": "x"},
     "cache_control": {"type": "ephemeral"}, "include": ["reasoning.encrypted_content"],
+    "cache_prompt": False,
 }  # fmt: skip
 VARYING = {"id", "created", "created_at", "metadata"}
 
@@ -71,6 +72,30 @@ def test_every_field(start: Any, endpoint: str) -> None:
             if treatment_of(endpoint, name) == "neutral value only":
                 statuses = {ask(**{shown: value}).status_code for value in (7, "x", {"a": 1})}
                 assert statuses == {400}, name
+
+
+# What the playgrounds and SDKs of vLLM and llama.cpp send if nothing is set.
+DEFAULTS = {
+    "spaces_between_special_tokens": True, "detokenize": True, "priority": 0, "mirostat": 0,
+    "length_penalty": 1.0, "allowed_token_ids": None, "mm_processor_kwargs": None, "n_predict": -1,
+    "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0, "dynatemp_range": 0.0,
+    "timings_per_token": False, "return_progress": False, "n_keep": 0, "cache_prompt": True,
+    "request_id": "r", "include_stop_str_in_output": False, "truncate_prompt_tokens": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/chat/completions", "/v1/completions"])
+def test_defaults_of_other_servers_do_not_change_the_answer(start: Any, endpoint: str) -> None:
+    with start() as server, httpx.Client(timeout=60) as client:
+        body = {"model": server.serving.name, **BODIES[endpoint]}
+        plain, found = (
+            client.post(server.url + endpoint, json=body | fields) for fields in ({}, DEFAULTS)
+        )
+        assert found.status_code == 200, found.text
+        assert found.json()["choices"] == plain.json()["choices"]
+        refused = client.post(server.url + endpoint, json=body | {"priority": 3})
+        assert refused.status_code == 400
+        assert "priority" in refused.json()["error"]["message"]
 
 
 def test_the_page_is_what_the_program_writes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
 from bmforge.nn.triton_kernels.attention import attend_pages, join_parts
+from bmforge.nn.triton_kernels.checksum import hash_words
 from bmforge.nn.triton_kernels.joint_products import multiply_matrices
 from bmforge.nn.triton_kernels.products import dequantize
 from bmforge.nn.triton_kernels.rows import (
@@ -23,42 +23,18 @@ from bmforge.nn.triton_kernels.rows import (
     store_heads,
 )
 from bmforge.nn.triton_kernels.softmax import cross_entropy_rows
+from bmforge.nn.triton_kernels.tiles import choose_tile, up_to_power
 
 __all__ = ["TritonKernels"]
 
 # A packed matrix, the number of its rows, and the bias of its products.
 _Factor = tuple[PackedMatrix, int, Tensor | None]
 
-# Wider groups than this do not fit into registers in one iteration.
-_WIDEST_GROUP = 256
 _PART_TOKENS = 256
 _GATE_VALUES = 1024
+_HASHED_WORDS = 4096
 # Separate multiplications and additions for bit-identity with the CPU; not needed for attention.
 _EXACT, _FUSED = {"enable_fp_fusion": False}, {"enable_fp_fusion": True}
-
-
-def _up_to_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-class _Tile(NamedTuple):
-    """Sizes of the programs of a product.
-
-    Args:
-        kind: "few", "tiles" or "wide"; see `multiply_matrices`.
-        tokens: tokens per program.
-        stages: stages of the pipelined loop.
-        turn: groups per iteration, or blocks if the kind is "wide".
-        panels: panels per program.
-        warps: warps per program.
-    """
-
-    kind: str
-    tokens: int
-    stages: int
-    turn: int
-    panels: int
-    warps: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class TritonKernels:
             x: (T, columns), contiguous; returns (T, columns) int8, (T, groups) fp32 and int32
         """
         tokens, columns = x.shape
-        groups, padded = columns // group, _up_to_power(group)
+        groups, padded = columns // group, up_to_power(group)
         values = torch.empty_like(x, dtype=torch.int8)
         scales = x.new_empty(tokens, groups, dtype=torch.float32)
         sums = x.new_empty(tokens, groups, dtype=torch.int32)
@@ -131,7 +107,11 @@ class TritonKernels:
         tokens, columns = values.shape
         is_plain, has_bias = factors[0][0].minima is None, factors[0][2] is not None
         heights = [height for _, height, _ in factors]
-        tile = self._choose_tile(tokens, spec, spec.group_of(columns), is_plain, is_gated)
+        group = spec.group_of(columns)
+        is_tiled = self.has_tensor_cores and (tokens > 4 or self.emulates)
+        tile = choose_tile(
+            tokens, spec, group, is_plain=is_plain, is_tiled=is_tiled, is_gated=is_gated
+        )
         outs = [
             values.new_empty(tokens, height, dtype=dtype)
             for height in (heights[:1] if is_gated else heights)
@@ -148,30 +128,11 @@ class TritonKernels:
         multiply_matrices[parts, -(-tokens // tile.tokens)](
             *arguments, values.view(torch.int8 if tile.kind == "tiles" else torch.int32),
             value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors), is_gated,
-            tile.kind, columns, tile.tokens, spec.bits, spec.group_of(columns), is_plain, has_bias,
+            tile.kind, columns, tile.tokens, spec.bits, group, is_plain, has_bias,
             arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.turn, tile.panels,
             num_warps=tile.warps, **_EXACT,
         )  # fmt: skip
         return outs
-
-    def _choose_tile(
-        self, tokens: int, spec: QuantSpec, group: int, is_plain: bool, is_gated: bool
-    ) -> _Tile:
-        at_once = 1 if tokens == 1 else 2 if tokens == 2 else 4
-        blocks = group * spec.bits // 32
-        if group != _up_to_power(group) or group > _WIDEST_GROUP:
-            return _Tile("wide", at_once, 3, min(64, _up_to_power(blocks)), 1, 4)
-        if self.has_tensor_cores and (tokens > 4 or self.emulates) and group >= 32:
-            # Two panels share the loads of the activations: 1.2 times as fast on an H200.
-            turn = max(8 if is_plain else 4, 256 // group)
-            # With a gate they would spill registers on sm_90.
-            panels = 2 if spec.bits == 4 and group <= 64 and not is_gated else 1
-            warps = 4 if turn * group <= 512 else 8
-            return _Tile("tiles", 16, 3 if group <= 64 else 2, turn, panels, warps)
-        # One warp, and at most 256 words of a row per iteration: the fastest of 12 to 40 variants
-        # for each of seven shapes on an H200. Several warps wait for each other.
-        turn = min(32 if tokens == 1 else 16, max(8, 256 // blocks)) // (1 if is_plain else 2)
-        return _Tile("few", at_once, 3, turn, 1, 1)
 
     def dequantize(
         self, matrix: PackedMatrix, rows: int, spec: QuantSpec, dtype: torch.dtype
@@ -199,7 +160,7 @@ class TritonKernels:
         width = x.shape[-1]
         total = x if residual is None else torch.empty_like(x)
         out = torch.empty_like(x, dtype=weight.dtype)
-        padded = _up_to_power(width)
+        padded = up_to_power(width)
         add_rms_norm[(x.numel() // width,)](
             x, x if residual is None else residual, weight, total, out, out, out, eps,
             width, padded, residual is not None, 0, num_warps=4 if padded <= 4096 else 8, **_EXACT,
@@ -220,7 +181,7 @@ class TritonKernels:
         values = torch.empty_like(x, dtype=torch.int8)
         scales = x.new_empty(tokens, width // group, dtype=torch.float32)
         sums = x.new_empty(tokens, width // group, dtype=torch.int32)
-        padded = _up_to_power(width)
+        padded = up_to_power(width)
         add_rms_norm[(tokens,)](
             x, x if residual is None else residual, weight, total, values, scales, sums, eps,
             width, padded, residual is not None, group, num_warps=4 if padded <= 4096 else 8,
@@ -237,7 +198,7 @@ class TritonKernels:
         tokens, heads, width = x.shape
         out = torch.empty_like(x)
         rotate_heads[(tokens, heads)](
-            x, cos, sin, out, heads, width, _up_to_power(width), cos.shape[-1], is_interleaved,
+            x, cos, sin, out, heads, width, up_to_power(width), cos.shape[-1], is_interleaved,
             num_warps=1, **_EXACT,
         )  # fmt: skip
         return out
@@ -266,7 +227,7 @@ class TritonKernels:
         out = torch.empty_like(query)
         rotate_and_store[tokens, heads + kv_heads](
             query, key, value, cos, sin, out, *stored, *slots, heads, kv_heads, width,
-            _up_to_power(width), cos.shape[-1], is_interleaved, num_warps=1, **_EXACT,
+            up_to_power(width), cos.shape[-1], is_interleaved, num_warps=1, **_EXACT,
         )  # fmt: skip
         return out
 
@@ -285,7 +246,7 @@ class TritonKernels:
         """
         tokens, heads, width = new[0].shape
         store_heads[(tokens, heads)](
-            *new, *stored, *slots, heads, width, _up_to_power(width), num_warps=1, **_EXACT
+            *new, *stored, *slots, heads, width, up_to_power(width), num_warps=1, **_EXACT
         )
 
     def multiply_by_silu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -316,9 +277,27 @@ class TritonKernels:
             cross_entropy_rows[(rows,)](
                 logits, labels, losses, losses if factor is None else factor, columns,
                 logits.stride(0), IGNORE_INDEX, factor is not None, has_gradient,
-                min(2048, _up_to_power(columns)), num_warps=8, **_FUSED,
+                min(2048, up_to_power(columns)), num_warps=8, **_FUSED,
             )  # fmt: skip
         return losses
+
+    def checksum(self, tensors: Sequence[Tensor], steps: Sequence[int]) -> Tensor:
+        """Return a checksum of the bytes of all tensors as an int64 number, in few kernels.
+
+        Args:
+            tensors: contiguous tensors of at least one element.
+            steps: 1 reads all words of a tensor, n > 1 every n-th.
+        """
+        words = [_as_words(tensor) for tensor in tensors]
+        counts = [-(-w.numel() // step) for w, step in zip(words, steps, strict=True)]
+        programs = [-(-count // _HASHED_WORDS) for count in counts]
+        sums = tensors[0].new_empty(sum(programs), dtype=torch.int64)
+        parts = sums.split(programs)
+        for number, (own, part) in enumerate(zip(words, parts, strict=True)):
+            hash_words[(len(part),)](
+                own, part, counts[number], steps[number], number << 40, _HASHED_WORDS, num_warps=8
+            )
+        return sums.sum()
 
     def attend(
         self,
@@ -347,13 +326,13 @@ class TritonKernels:
         """
         rows, heads, width = query.shape
         kv_heads, group = pages[0].shape[1], heads // pages[0].shape[1]
-        padded = max(16, _up_to_power(group))
+        padded = max(16, up_to_power(group))
         parts = max(1, -(-tables.shape[1] * 16 // _PART_TOKENS))
         count = 0 if parts == 1 else parts
         part = query.new_empty(rows, kv_heads, count, padded, width, dtype=torch.float32)
         stats = query.new_empty(rows, kv_heads, count, padded, 2, dtype=torch.float32)
         out = torch.empty_like(query)
-        sizes = (kv_heads, group, padded, width, max(16, _up_to_power(width)))
+        sizes = (kv_heads, group, padded, width, max(16, up_to_power(width)))
         attend_pages[(rows, kv_heads, parts)](
             query, *pages, *(scales or pages), tables, ends, part, stats, out, scale,
             tables.shape[1], *sizes, _PART_TOKENS, window or 0, scales is not None,
@@ -362,6 +341,13 @@ class TritonKernels:
         if parts > 1:
             join_parts[(rows, kv_heads)](part, stats, out, parts, *sizes, num_warps=4, **_FUSED)
         return out
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as 64-bit integers, or else as bytes."""
+    data = tensor.detach().view(-1).view(torch.uint8)
+    aligned = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
+    return data.view(torch.int64) if aligned else data
 
 
 def _scales_of(matrix: PackedMatrix, in_pairs: bool) -> tuple[Tensor, Tensor]:

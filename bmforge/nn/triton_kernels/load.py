@@ -104,15 +104,19 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         kernels: kernels to check.
         device: device that runs the kernels.
     """
-    products = (partial(_compare_products, spec=spec) for spec in _SPECS)
-    others = (_compare_joint_products, _compare_norm, _compare_heads, _compare_attention)
-    compare: list[Callable[[TritonKernels, torch.device], str]] = [*products, *others]
-    return _first_difference(compare, kernels, device)
+    comparisons = [
+        _compare_products,
+        _compare_joint_products,
+        _compare_norm,
+        _compare_heads,
+        _compare_attention,
+    ]
+    return _first_difference(comparisons, kernels, device)
 
 
 def find_loss_difference(kernels: TritonKernels, device: torch.device) -> str:
     """Return how the loss differs from the CPU's; see `find_difference`."""
-    return _first_difference((_compare_loss,), kernels, device)
+    return _first_difference([_compare_loss], kernels, device)
 
 
 def _first_difference(
@@ -130,7 +134,11 @@ def _random() -> partial[Tensor]:
     return partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
 
-def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
+def _compare_products(kernels: TritonKernels, device: torch.device) -> str:
+    return next(filter(None, (_compare_product(kernels, device, spec) for spec in _SPECS)), "")
+
+
+def _compare_product(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
     draw, rows, columns = _random(), 37, 384
     matrix = pack_matrix(quantize_groups(draw(rows, columns), spec), spec)
     x, bias = draw(_TOKENS[-1], columns) * torch.logspace(-4, 4, _TOKENS[-1])[:, None], draw(rows)
