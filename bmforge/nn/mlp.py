@@ -14,7 +14,7 @@ from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.host_rows import host_gated, host_gelu, takes_host_gated, takes_host_gelu
 from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
-from bmforge.nn.packed_linear import multiply_gated, multiply_jointly
+from bmforge.nn.packed_linear import multiply_jointly, quantize_gated
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.shard_hooks import Pass, pass_on
@@ -152,12 +152,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """Apply the projections and the activation; `x` may be quantized for `projections`."""
         x = x if isinstance(x, QuantizedRows) else self.enter(x)
-        if self.activation is F.silu and not (self.widens_half or self.training):
-            gated = multiply_gated(x, self.gate_proj, self.up_proj)
-            if gated is not None:
-                return self.down_proj(gated)
         up, *gates = multiply_jointly(x, self.projections())
         gate = gates[0] if gates else None
+        is_plain = not (self.widens_half or self.training)
+        if gate is not None and self.activation is F.silu and is_plain:
+            quantized = quantize_gated(gate, up, self.down_proj)
+            if quantized is not None:
+                return multiply_jointly(quantized, (self.down_proj,))[0]
         if self.widens_half and up.dtype == torch.float16:
             up, gate = up.float(), None if gate is None else gate.float()
 

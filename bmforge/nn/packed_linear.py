@@ -22,7 +22,7 @@ from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.shard_hooks import pass_on
 from bmforge.nn.triton_kernels import load_triton
 
-__all__ = ["QuantizedLinear", "joint_group", "multiply_gated", "multiply_jointly", "quantize_norm"]
+__all__ = ["QuantizedLinear", "joint_group", "multiply_jointly", "quantize_gated", "quantize_norm"]
 
 
 class QuantizedLinear(MatrixStore, nn.Linear):
@@ -89,21 +89,20 @@ def multiply_jointly(x: Tensor | QuantizedRows, layers: Sequence[nn.Module]) -> 
     quantized = x if isinstance(x, QuantizedRows) else _quantize(x, layers)
     if quantized is None:
         return [layer(x) for layer in layers]
-    return _multiply(quantized, layers, is_gated=False)
+    return _multiply(quantized, layers)
 
 
-def multiply_gated(
-    x: Tensor | QuantizedRows, gate: nn.Module | None, up: nn.Module
-) -> Tensor | None:
-    """Return ``silu(gate(x)) * up(x)`` of two linear layers; None if one kernel cannot compute it.
+def quantize_gated(gate: Tensor, up: Tensor, reader: nn.Module) -> QuantizedRows | None:
+    """Return ``silu(gate) * up`` quantized for the layer that reads it.
+
+    None if one kernel cannot compute this.
 
     Shape:
-        x: (..., columns) -> (..., rows)
+        gate, up: (..., columns)
     """
-    if getattr(gate, "rows", 0) != getattr(up, "rows", 1):
+    if gate.shape != up.shape or not takes_device_kernels(gate, up):
         return None
-    quantized = x if isinstance(x, QuantizedRows) else _quantize(x, (gate, up))
-    return None if quantized is None else _multiply(quantized, (gate, up), is_gated=True)[0]
+    return _quantize(gate, (reader,), up)
 
 
 def quantize_norm(
@@ -152,17 +151,19 @@ def _is_undisturbed(module: nn.Module) -> bool:
     return not hooks and "forward" not in vars(module)
 
 
-def _quantize(x: Tensor, layers: Sequence[nn.Module | None]) -> QuantizedRows | None:
-    """Return quantized activations; None if the layers must be called one by one."""
+def _quantize(
+    x: Tensor, layers: Sequence[nn.Module | None], up: Tensor | None = None
+) -> QuantizedRows | None:
+    """Return `x`, or ``silu(x) * up``, quantized; None if the layers must be called one by one."""
     group = joint_group(x, layers)
     if not group:
         return None
-    rows = x.view(-1, x.shape[-1])
-    values, scales, sums = torch.ops.bmforge.quantize_rows(rows, group)
+    rows, ups = (None if t is None else t.view(-1, t.shape[-1]) for t in (x, up))
+    values, scales, sums = torch.ops.bmforge.quantize_rows(rows, ups, group)
     return QuantizedRows(values, scales, sums, x.dtype, x.shape[:-1])
 
 
-def _multiply(x: QuantizedRows, layers: Sequence[Any], *, is_gated: bool) -> list[Tensor]:
+def _multiply(x: QuantizedRows, layers: Sequence[Any]) -> list[Tensor]:
     packed, scales, minima = zip(*(layer._tensors() for layer in layers), strict=True)
     outs = torch.ops.bmforge.multiply_jointly(
         x.values,
@@ -175,6 +176,5 @@ def _multiply(x: QuantizedRows, layers: Sequence[Any], *, is_gated: bool) -> lis
         [layer.rows for layer in layers],
         numbers_of(layers[0].spec),
         x.dtype,
-        is_gated,
     )
     return [out.view(*x.shape, -1) for out in outs]

@@ -41,7 +41,7 @@ class QuantizedRows:
 
 
 _LIBRARY = torch.library.Library("bmforge", "FRAGMENT")
-_LIBRARY.define("quantize_rows(Tensor x, int group) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define("quantize_rows(Tensor x, Tensor? up, int group) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     "quantize_norm(Tensor x, Tensor? residual, Tensor weight, float eps, int group)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
@@ -49,7 +49,7 @@ _LIBRARY.define(
 _LIBRARY.define(
     "multiply_jointly(Tensor values, Tensor value_scales, Tensor sums, Tensor[] packed, "
     "Tensor[] scales, Tensor[] minima, Tensor[] biases, int[] rows, int[] spec, "
-    "ScalarType dtype, bool is_gated) -> Tensor[]"
+    "ScalarType dtype) -> Tensor[]"
 )
 
 
@@ -59,9 +59,11 @@ def _quantize_plain(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return values, scales, values.unflatten(1, (-1, group)).sum(-1, dtype=torch.int32)
 
 
-def _quantize_rows_op(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_rows_op(x: Tensor, up: Tensor | None, group: int) -> tuple[Tensor, Tensor, Tensor]:
     kernels = load_triton(x.device)
-    return _quantize_plain(x, group) if kernels is None else kernels.quantize(x, group)
+    if kernels is not None:
+        return kernels.quantize(x, group, up)
+    return _quantize_plain(x if up is None else F.silu(x) * up, group)
 
 
 def _quantize_norm_op(
@@ -88,22 +90,21 @@ def _multiply_jointly_op(
     rows: list[int],
     spec: list[int],
     dtype: torch.dtype,
-    is_gated: bool,
 ) -> list[Tensor]:
-    """Multiply quantized activations by several matrices; gate the second product by the first."""
+    """Multiply quantized activations by several matrices."""
     lows, shifts = (each or [None] * len(rows) for each in (minima, biases))
     matrices = [PackedMatrix(*parts) for parts in zip(packed, scales, lows, strict=True)]
     scheme, kernels = decode_spec(spec, matrices[0]), load_triton(values.device)
     factors = list(zip(matrices, rows, shifts, strict=True))
     if kernels is not None:
         quantized = values, value_scales, sums
-        return kernels.multiply_quantized(quantized, factors, scheme, dtype, is_gated=is_gated)
+        return kernels.multiply_quantized(quantized, factors, scheme, dtype)
     outs = []
     for matrix, height, bias in factors:
         wide = None if bias is None else bias.float()
         out = multiply_quantized_plain(values, value_scales, matrix, height, scheme, wide)
         outs.append(out.to(dtype))
-    return [F.silu(outs[0]) * outs[1]] if is_gated else outs
+    return outs
 
 
 _LIBRARY.impl("quantize_rows", _quantize_rows_op, "CompositeExplicitAutograd")
@@ -112,7 +113,7 @@ _LIBRARY.impl("multiply_jointly", _multiply_jointly_op, "CompositeExplicitAutogr
 
 
 @torch.library.register_fake("bmforge::quantize_rows")
-def _(x: Tensor, group: int) -> Any:
+def _(x: Tensor, up: Any, group: int) -> Any:
     groups = x.shape[0], x.shape[1] // group
     scales, sums = (x.new_empty(groups, dtype=kind) for kind in (torch.float32, torch.int32))
     return torch.empty_like(x, dtype=torch.int8), scales, sums
@@ -128,5 +129,5 @@ def _(x: Tensor, residual: Any, weight: Tensor, eps: float, group: int) -> Any:
 
 @torch.library.register_fake("bmforge::multiply_jointly")
 def _(values: Tensor, *others: Any) -> Any:
-    *_, rows, _, dtype, is_gated = others
-    return [values.new_empty(len(values), n, dtype=dtype) for n in (rows[:1] if is_gated else rows)]
+    *_, rows, _, dtype = others
+    return [values.new_empty(len(values), n, dtype=dtype) for n in rows]

@@ -125,24 +125,17 @@ def product(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
     return _joint_product(spec, tokens, kernels, 1)
 
 
-def gated_product(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
-    """Return the launch of two products that are gated."""
-    return _joint_product(spec, tokens, kernels, 2, is_gated=True)
-
-
 def three_products(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
     """Return the launch of three products with the same tokens."""
     return _joint_product(spec, tokens, kernels, 3)
 
 
-def _joint_product(
-    spec: QuantSpec, tokens: int, kernels: TritonKernels, count: int, *, is_gated: bool = False
-) -> Launch:
+def _joint_product(spec: QuantSpec, tokens: int, kernels: TritonKernels, count: int) -> Launch:
     x = torch.empty(tokens, SIZE, dtype=torch.float16, device=META)
     factors = [(_matrix(spec), SIZE, None)] * count
     with recorded() as launches:
         quantized = kernels.quantize(x, spec.group_of(SIZE))
-        kernels.multiply_quantized(quantized, factors, spec, x.dtype, is_gated=is_gated)
+        kernels.multiply_quantized(quantized, factors, spec, x.dtype)
     return launches[-1]
 
 
@@ -152,6 +145,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
     x = torch.empty(2, SIZE, dtype=dtype, device=META)
     with recorded() as launches:
         kernels.quantize(x, 32)
+        kernels.quantize(x, 32, x)
         kernels.dequantize(_matrix(spec), SIZE, spec, dtype)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.quantize_norm(x, x, x[0], 1e-5, 32)
@@ -168,6 +162,7 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
         kernels.checksum([x], [1])
     kinds = (
         "quantize",
+        "gate and quantize",
         "dequantize",
         "norm",
         "norm and quantize",

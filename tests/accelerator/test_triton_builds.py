@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from compiled_kernels import (
     Launch,
     compile_launch,
-    gated_product,
     others,
     product,
     read_machine_code,
@@ -34,8 +33,8 @@ SPECS = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
 OTHERS = (
-    "quantize", "dequantize", "norm", "norm and quantize", "rotate", "store", "rotate and store",
-    "silu", "loss", "checksum", "attend", "attend int8", "join",
+    "quantize", "gate and quantize", "dequantize", "norm", "norm and quantize", "rotate", "store",
+    "rotate and store", "silu", "loss", "checksum", "attend", "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
@@ -45,8 +44,8 @@ QUICK = {
     89: ("int4-asym x 16", "quantize", "rotate"),
     90: (
         "int4 x 1",
-        "gated int4 x 1",
-        "gated int4 x 16",
+        "gate and quantize",
+        "three int4 x 16",
         "attend int8",
         "store",
         "loss",
@@ -69,9 +68,8 @@ def all_launches(target: int | str) -> dict[str, Launch]:
         for tokens in (1, 2, 4, 16)
     }
     for name in ("int4", "int8"):
-        found[f"three {name} x 1"] = three_products(SPECS[name], 1, kernels)
         for tokens in (1, 16):
-            found[f"gated {name} x {tokens}"] = gated_product(SPECS[name], tokens, kernels)
+            found[f"three {name} x {tokens}"] = three_products(SPECS[name], tokens, kernels)
     for dtype, suffix in ((torch.float16, ""), (torch.bfloat16, " bf16")):
         found |= {name + suffix: call for name, call in others(kernels, dtype).items()}
     if not has_tensor_cores:  # attention is torch's there, and bf16 is emulated
@@ -91,9 +89,8 @@ def check(target: int | str, name: str, call: Launch, path: Path) -> None:
     assert machine.registers <= 255
     if " x " not in name:
         return
-    # Fused multiply-adds round once where the CPU rounds twice. Exact division needs them.
-    if not name.startswith("gated"):
-        assert not machine.count("FFMA"), f"{name} fuses multiplications and additions"
+    # Fused multiply-adds round once where the CPU rounds twice.
+    assert not machine.count("FFMA"), f"{name} fuses multiplications and additions"
     assert machine.count("IDP") or machine.count("IMMA|I?MMA|IGMMA|HGMMA|.*MMA"), name
     if target >= 80:
         # Weights are read by asynchronous copies of 128 bits.

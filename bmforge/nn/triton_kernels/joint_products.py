@@ -6,7 +6,6 @@ One launch instead of three costs less, and its programs fill a GPU that the row
 
 from bmforge.nn.triton_kernels.language import jit, tl
 from bmforge.nn.triton_kernels.products import multiply_few, multiply_tiles, multiply_wide_groups
-from bmforge.nn.triton_kernels.rows import gate_by_silu
 
 __all__ = ["multiply_matrices"]
 
@@ -56,10 +55,9 @@ def multiply_matrices(
     packed, scales, minima, bias, out, packed1, scales1, minima1, bias1, out1,
     packed2, scales2, minima2, bias2, out2, values, value_scales, sums, tokens,
     N: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, COUNT: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
-    BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PAIRS: tl.constexpr, EMULATE: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
-    Q: tl.constexpr,
+    KIND: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
+    STAGES: tl.constexpr, C: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """Multiply quantized activations by COUNT packed matrices (at most three) of one scheme.
 
@@ -74,7 +72,6 @@ def multiply_matrices(
         values: quantized activations, (tokens, K / 4) int32 words; int8 for KIND "tiles".
         value_scales: scales of the activations, (tokens, groups) fp32.
         sums: sums of the activations by group, (tokens, groups) int32.
-        GATED: the two matrices have the same size; store silu(first product) * second product.
         KIND: "few", "tiles" or "wide"; selects the kernel in `products`.
         C: groups that an iteration multiplies; blocks for KIND "wide".
     """
@@ -82,30 +79,23 @@ def multiply_matrices(
     FULL: tl.constexpr = (
         (N + 15) // 16 % Q == 0 and (N1 + 15) // 16 % Q == 0 and (N2 + 15) // 16 % Q == 0
     )
-    PICKS: tl.constexpr = 1 if GATED else COUNT
     # The programs of the first matrix come before those of the second.
     START1: tl.constexpr = (N + W - 1) // W
     START2: tl.constexpr = START1 + (N1 + W - 1) // W
     part = tl.program_id(0)
     number = (part >= START1).to(tl.int32) + (part >= START2).to(tl.int32)
-    panel = (part - choose(number, 0, START1, START2, PICKS)) * Q
-    rows = choose(number, N, N1, N2, PICKS)
+    panel = (part - choose(number, 0, START1, START2, COUNT)) * Q
+    rows = choose(number, N, N1, N2, COUNT)
     t = tl.program_id(1) * T + tl.arange(0, T)
     total = multiply_panels(
-        choose(number, packed, packed1, packed2, PICKS),
-        choose(number, scales, scales1, scales2, PICKS),
-        choose(number, minima, minima1, minima2, PICKS),
-        choose(number, bias, bias1, bias2, PICKS),
+        choose(number, packed, packed1, packed2, COUNT),
+        choose(number, scales, scales1, scales2, COUNT),
+        choose(number, minima, minima1, minima2, COUNT),
+        choose(number, bias, bias1, bias2, COUNT),
         values, value_scales, sums, panel, t, tokens, rows, KIND, K, T, BITS, G, PLAIN, HAS_BIAS,
         PAIRS, EMULATE, STAGES, C, Q, FULL,
     ).to(out.dtype.element_ty)  # fmt: skip
-    if GATED:
-        up = multiply_panels(
-            packed1, scales1, minima1, bias1, values, value_scales, sums, panel, t, tokens, rows,
-            KIND, K, T, BITS, G, PLAIN, HAS_BIAS, PAIRS, EMULATE, STAGES, C, Q, FULL,
-        )  # fmt: skip
-        total = gate_by_silu(total, up.to(out.dtype.element_ty))
     row = panel * 16 + tl.arange(0, W)
     inside = (t < tokens)[:, None] & (row < rows)[None, :]
-    address = choose(number, out, out1, out2, PICKS) + t.to(tl.int64)[:, None] * rows + row[None, :]
+    address = choose(number, out, out1, out2, COUNT) + t.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(address, total, mask=inside)

@@ -49,11 +49,15 @@ class TritonKernels:
     emulates: bool
     has_tensor_cores: bool = True
 
-    def quantize(self, x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize(
+        self, x: Tensor, group: int, up: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return integers, scales and sums of activations; see `quantize_activations`.
 
+        If `up` is given, ``silu(x) * up`` is quantized.
+
         Shape:
-            x: (T, columns), contiguous; returns (T, columns) int8, (T, groups) fp32 and int32
+            x, up: (T, columns), contiguous; returns (T, columns) int8, (T, groups) fp32 and int32
         """
         tokens, columns = x.shape
         groups, padded = columns // group, up_to_power(group)
@@ -64,8 +68,9 @@ class TritonKernels:
         grid = (tokens, -(-groups // at_once))
         warps = 4 if padded <= 4096 else 16
         quantize_rows[grid](
-            x, values, scales, sums, columns, group, padded, at_once, num_warps=warps, **_EXACT
-        )
+            x, x if up is None else up, values, scales, sums,
+            columns, group, padded, at_once, up is not None, num_warps=warps, **_EXACT,
+        )  # fmt: skip
         return values, scales, sums
 
     def multiply(
@@ -87,8 +92,6 @@ class TritonKernels:
         factors: Sequence[_Factor],
         spec: QuantSpec,
         dtype: torch.dtype,
-        *,
-        is_gated: bool = False,
     ) -> list[Tensor]:
         """Return the products of quantized activations with one to three matrices.
 
@@ -98,7 +101,6 @@ class TritonKernels:
                 none have a bias.
             spec: quantization scheme.
             dtype: dtype of the products.
-            is_gated: return one tensor, ``silu(first) * second`` of the two products.
 
         Shape:
             returns (T, rows) for each matrix
@@ -109,25 +111,20 @@ class TritonKernels:
         heights = [height for _, height, _ in factors]
         group = spec.group_of(columns)
         is_tiled = self.has_tensor_cores and (tokens > 4 or self.emulates)
-        tile = choose_tile(
-            tokens, spec, group, is_plain=is_plain, is_tiled=is_tiled, is_gated=is_gated
-        )
-        outs = [
-            values.new_empty(tokens, height, dtype=dtype)
-            for height in (heights[:1] if is_gated else heights)
-        ]
+        tile = choose_tile(tokens, spec, group, is_plain=is_plain, is_tiled=is_tiled)
+        outs = [values.new_empty(tokens, height, dtype=dtype) for height in heights]
         arguments: list[Tensor] = []
         for number in range(3):  # the kernel ignores copies of the first matrix
             matrix, _, bias = factors[number if number < len(factors) else 0]
             scales, minima = _scales_of(matrix, tile.kind != "wide")
             words = torch.uint8 if tile.kind == "tiles" else torch.int32
-            out = outs[number if number < len(outs) else 0]
+            out = outs[number if number < len(factors) else 0]
             bias = value_scales if bias is None else bias
             arguments += [matrix.packed.view(words), scales, minima, bias, out]
         parts = sum(-(-out.shape[1] // (PANEL_ROWS * tile.panels)) for out in outs)
         multiply_matrices[parts, -(-tokens // tile.tokens)](
             *arguments, values.view(torch.int8 if tile.kind == "tiles" else torch.int32),
-            value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors), is_gated,
+            value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors),
             tile.kind, columns, tile.tokens, spec.bits, group, is_plain, has_bias,
             arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.turn, tile.panels,
             num_warps=tile.warps, **_EXACT,

@@ -35,13 +35,23 @@ def quantize_groups(v):
 
 
 @jit
+def gate_by_silu(gate, up):
+    """Return ``silu(gate) * up`` in their dtype, rounding silu(gate) to it first, as torch does."""
+    wide = gate.to(tl.float32)
+    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
+@jit
 def quantize_rows(
-    x, values, scales, sums,
-    K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+    x, up, values, scales, sums,
+    K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Quantize activations by groups of columns, bit for bit as `quantize_activations`.
 
-    x (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G) int32.
+    If GATED, the activations are ``silu(x) * up``, else `up` is not read.
+
+    x and up (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G) int32.
     A program computes C groups of one row; BG is G rounded up to a power of two.
     """
     GROUPS: tl.constexpr = K // G
@@ -50,8 +60,10 @@ def quantize_rows(
     column = tl.arange(0, BG)
     inside = (g < GROUPS)[:, None] & (column < G)[None, :]
     offset = t * K + g[:, None] * G + column[None, :]
-    v = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-    rounded, scale = quantize_groups(v)
+    v = tl.load(x + offset, mask=inside, other=0.0)
+    if GATED:
+        v = gate_by_silu(v, tl.load(up + offset, mask=inside, other=0.0))
+    rounded, scale = quantize_groups(v.to(tl.float32))
     tl.store(values + offset, rounded.to(tl.int8), mask=inside)
     tl.store(scales + t * GROUPS + g, scale, mask=g < GROUPS)
     tl.store(sums + t * GROUPS + g, tl.sum(rounded, 1), mask=g < GROUPS)
@@ -172,14 +184,6 @@ def store_heads(
     target = ((tl.load(pages + t) * K + head) * 16 + tl.load(offsets + t)) * H + h
     tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
     tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
-
-
-@jit
-def gate_by_silu(gate, up):
-    """Return ``silu(gate) * up`` in their dtype, rounding silu(gate) to it first, as torch does."""
-    wide = gate.to(tl.float32)
-    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
-    return (activated * up.to(tl.float32)).to(gate.dtype)
 
 
 @jit(do_not_specialize=["count"])

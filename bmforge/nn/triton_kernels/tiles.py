@@ -38,7 +38,7 @@ def up_to_power(number: int) -> int:
 
 
 def choose_tile(
-    tokens: int, spec: QuantSpec, group: int, *, is_plain: bool, is_tiled: bool, is_gated: bool
+    tokens: int, spec: QuantSpec, group: int, *, is_plain: bool, is_tiled: bool
 ) -> Tile:
     """Return the fastest measured sizes.
 
@@ -48,7 +48,6 @@ def choose_tile(
         group: columns in a group.
         is_plain: the matrices have no minima.
         is_tiled: use tensor cores if the groups allow it.
-        is_gated: two products are gated; see `multiply_matrices`.
     """
     at_once = 1 if tokens == 1 else 2 if tokens == 2 else 4
     blocks = group * spec.bits // 32
@@ -56,9 +55,8 @@ def choose_tile(
         return Tile("wide", at_once, 3, min(64, up_to_power(blocks)), 1, 4)
     if is_tiled and group >= 32:
         # Two panels share the loads of the activations: 1.2 times as fast on an H200.
-        # With a gate they would spill registers on sm_90.
         turn = max(8 if is_plain else 4, 256 // group)
-        panels = 2 if spec.bits == 4 and group <= 64 and not is_gated else 1
+        panels = 2 if spec.bits == 4 and group <= 64 else 1
         warps = 4 if turn * group <= 512 else 8
         return Tile("tiles", 16, 3 if group <= 64 else 2, turn, panels, warps)
     # One warp, and at most 256 words of a row per iteration: the fastest of 12 to 40 variants
