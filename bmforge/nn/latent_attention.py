@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention
@@ -69,10 +69,6 @@ class LatentAttention(Attention):
         """Project hidden states to queries, keys and values, (B, N, T, H) each."""
         assert isinstance(x, Tensor)
         return self._queries(x, rope), *self._keys_and_values(x, rope)
-
-    def projections(self) -> tuple[nn.Module, ...]:
-        """Return no layers: norms lie between the projections."""
-        return ()
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project hidden states to queries, (B, N, T, H), and apply RoPE to their trailing dims."""

@@ -137,7 +137,8 @@ def quantize_norm(
 
 def _group_read(x: Tensor, reader: Any) -> int:
     """Return the group size, a power of two, in which a sublayer's projections read `x`, or 0."""
-    if not hasattr(reader, "projections") or not _is_undisturbed(reader):
+    # A subclass with another forward may need the hidden states themselves.
+    if not {"forward", "projections"} <= vars(type(reader)).keys() or not _is_undisturbed(reader):
         return 0
     if reader.enter is not pass_on:
         return 0

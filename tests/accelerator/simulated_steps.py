@@ -17,6 +17,8 @@ from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.step_tables import StepRow
 from bmforge.infer.options import GenerationConfig
 from bmforge.models import Llama, LlamaConfig
+from bmforge.nn.attention import Attention
+from bmforge.nn.mlp import MLP
 from bmforge.testing.fake_accelerator import FakeAccelerator
 
 SIZES = {
@@ -100,6 +102,29 @@ def test_a_decoding_step_has_the_logits_of_the_host(
     limit = 2e-5 if kind == "fp32" else 5e-2  # rounding of activations to int8 amplifies
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left.host, right, rtol=limit, atol=limit)
+
+
+class DoubledMLP(MLP):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x * 2)
+
+
+class DoubledAttention(Attention):
+    def forward(self, x: Any, *others: Any) -> Tensor:
+        return super().forward(x * 2, *others)
+
+
+def test_sublayers_with_their_own_forward_get_tensors(accelerator: FakeAccelerator) -> None:
+    """A subclass computes with hidden states, which it could not if they were quantized."""
+    model, texts = build("int4"), prompts(4)
+    for layer in model.layers.values():
+        layer.attn.__class__, layer.mlp.__class__ = DoubledAttention, DoubledMLP
+    with torch.no_grad():
+        step = PackedStep(model, 12)
+        step.cut()
+        want = decode(step, texts)
+    for left, right in zip(decode_on(accelerator, model, texts), want, strict=True):
+        torch.testing.assert_close(left.host, right, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
