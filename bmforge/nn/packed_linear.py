@@ -147,8 +147,10 @@ def _group_read(x: Tensor, reader: Any) -> int:
 
 
 def _is_undisturbed(module: nn.Module) -> bool:
-    """Return True if a module has no hooks, and no wrapper around its forward."""
+    """Return True if no hook runs around a module, and its forward is not wrapped."""
+    every: Any = nn.modules.module
     hooks = module._forward_hooks or module._forward_pre_hooks
+    hooks = hooks or every._global_forward_hooks or every._global_forward_pre_hooks
     return not hooks and "forward" not in vars(module)
 
 

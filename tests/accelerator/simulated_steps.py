@@ -19,6 +19,7 @@ from bmforge.infer.options import GenerationConfig
 from bmforge.models import Llama, LlamaConfig
 from bmforge.nn.attention import Attention
 from bmforge.nn.mlp import MLP
+from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.testing.fake_accelerator import FakeAccelerator
 
 SIZES = {
@@ -125,6 +126,20 @@ def test_sublayers_with_their_own_forward_get_tensors(accelerator: FakeAccelerat
         want = decode(step, texts)
     for left, right in zip(decode_on(accelerator, model, texts), want, strict=True):
         torch.testing.assert_close(left.host, right, rtol=5e-2, atol=5e-2)
+
+
+def test_hooks_on_all_modules_see_every_projection(accelerator: FakeAccelerator) -> None:
+    seen: list[int] = []
+
+    def count(module: Any, *_: Any) -> None:
+        seen.append(type(module) is QuantizedLinear)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(count)
+    try:
+        decode_on(accelerator, build("int4"), prompts(1))
+    finally:
+        handle.remove()
+    assert sum(seen) == 2 * 2 * 7  # two steps, two layers
 
 
 @pytest.mark.parametrize("kind", KINDS)
