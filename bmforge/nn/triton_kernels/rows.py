@@ -51,7 +51,8 @@ def quantize_rows(
 
     If GATED, the activations are ``silu(x) * up``, else `up` is not read.
 
-    x and up (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G) int32.
+    x and up (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G)
+    int32.
     A program computes C groups of one row; BG is G rounded up to a power of two.
     """
     GROUPS: tl.constexpr = K // G
