@@ -116,6 +116,35 @@ def test_products_have_the_bits_of_the_cpu(
         assert same_bits(got, compiled.multiply(wide, matrix, rows, spec, bias).to(x.dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec(4, 32), QuantSpec(4, 128, symmetric=False, scale_dtype="float32"), QuantSpec(8, 96)],
+    ids=str,
+)
+def test_joint_products_have_the_bits_of_separate_ones(
+    spec: QuantSpec, has_bias: bool, tokens: int
+) -> None:
+    heights, x = (37, 16, 70), put_specials(random(9, tokens, 384), 2).half()
+    factors = [
+        (
+            pack_matrix(quantize_groups(random(seed, height, 384), spec), spec),
+            height,
+            random(seed + 5, height).half() if has_bias else None,
+        )
+        for seed, height in enumerate(heights)
+    ]
+    kernels = KERNELS if tokens > 1 else PLAIN_KERNELS
+    quantized = kernels.quantize(x, spec.group_of(384))
+    got = kernels.multiply_quantized(quantized, factors, spec, x.dtype)
+    want = [
+        multiply_plain(x.float(), m, height, spec, None if b is None else b.float()).half()
+        for m, height, b in factors
+    ]
+    assert all(map(same_bits, got, want))
+
+
 @draws
 @given(
     group=st.sampled_from([16, 32, 96, 128, 384]),
@@ -133,6 +162,9 @@ def test_quantized_activations_have_the_bits_of_the_cpu(
     assert torch.equal(values, want_values)
     assert same_bits(scales, want_scales)
     assert torch.equal(sums, want_values.view(tokens, -1, group).sum(-1, dtype=torch.int32))
+    up = put_specials(random(seed + 1, tokens, 384), seed + 3).to(x.dtype)
+    gated, apart = KERNELS.quantize(x, group, up), KERNELS.multiply_by_silu(x, up)
+    assert all(map(same_bits, gated, KERNELS.quantize(apart, group)))
 
 
 @draws
@@ -164,6 +196,22 @@ def test_norms_are_those_of_the_module(dtype: torch.dtype, width: int, has_resid
     torch.testing.assert_close(out, norm(want_total), rtol=ratio, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_quantized_norms_equal_two_kernels(
+    dtype: torch.dtype, has_residual: bool, group: int
+) -> None:
+    x, weight = random(1, 3, 384).to(dtype), random(0, 384).to(dtype)
+    x[1, 5] = float("nan")
+    residual = random(2, 3, 384).to(dtype) if has_residual else None
+    total, *got = KERNELS.quantize_norm(x, residual, weight, 1e-5, group)
+    want_total, normed = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    assert same_bits(total, want_total)
+    for left, right in zip(got, KERNELS.quantize(normed, group), strict=True):
+        assert same_bits(left, right)
+
+
 @draws
 @given(
     tokens=st.integers(1, 4),
@@ -191,6 +239,23 @@ def test_rotated_heads_have_the_bits_of_torch(
     got = KERNELS.rotate(x, cos[0, 0], sin[0, 0], is_interleaved)
     want = apply_rope(x.transpose(0, 1)[None], (cos, sin), is_interleaved)
     assert torch.equal(got, want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rotation_and_storage_in_one_kernel_equal_two(
+    dtype: torch.dtype, is_interleaved: bool
+) -> None:
+    query, key, value = (random(n, 5, (3, 2, 2)[n], 80).to(dtype) for n in range(3))
+    slots = torch.tensor([6, 0, 6, 2, 2]), torch.tensor([0, 15, 7, 3, 4])
+    cos, sin = random(3, 5, 40).to(dtype), random(4, 5, 40).to(dtype)
+    want, got = ([torch.zeros(7, 2, 16, 80, dtype=dtype) for _ in range(2)] for _ in range(2))
+    KERNELS.store((KERNELS.rotate(key, cos, sin, is_interleaved), value), tuple(want), slots)
+    rotated = KERNELS.rotate_and_store(
+        (query, key, value), (cos, sin, is_interleaved), tuple(got), slots
+    )
+    assert torch.equal(rotated, KERNELS.rotate(query, cos, sin, is_interleaved))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -104,7 +104,13 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         kernels: kernels to check.
         device: device that runs the kernels.
     """
-    comparisons = [_compare_products, _compare_norm, _compare_heads, _compare_attention]
+    comparisons = [
+        _compare_products,
+        _compare_joint_products,
+        _compare_norm,
+        _compare_heads,
+        _compare_attention,
+    ]
     return _first_difference(comparisons, kernels, device)
 
 
@@ -148,6 +154,30 @@ def _compare_product(kernels: TritonKernels, device: torch.device, spec: QuantSp
     return "" if same else f"the dequantized {name} differs from the CPU's result"
 
 
+def _compare_joint_products(kernels: TritonKernels, device: torch.device) -> str:
+    """Compare the products of several matrices, and of a quantized norm, with separate kernels."""
+    draw, spec, heights = _random(), QuantSpec(4, 32), (37, 37, 16)
+    matrices = [pack_matrix(quantize_groups(draw(rows, 384), spec), spec) for rows in heights]
+    factors = [
+        (PackedMatrix(m.packed.to(device), m.scales.to(device), None), rows, None)
+        for m, rows in zip(matrices, heights, strict=True)
+    ]
+    x, weight = draw(1, 384).to(device), draw(384).to(device)
+    normed = kernels.add_rms_norm(x, None, weight, 1e-5)[1]
+    quantized = kernels.quantize_norm(x, None, weight, 1e-5, 32)[1:]
+    got = kernels.multiply_quantized(quantized, factors, spec, x.dtype)
+    want = [
+        multiply_plain(normed.cpu(), matrix, rows, spec, None)
+        for matrix, rows in zip(matrices, heights, strict=True)
+    ]
+    same = all(torch.equal(left.cpu(), right) for left, right in zip(got, want, strict=True))
+    gated = kernels.quantize(got[0][:, :32].contiguous(), 32, got[1][:, :32].contiguous())
+    want_gated = kernels.multiply_by_silu(got[0], got[1])[:, :32].contiguous()
+    pairs = zip(gated, kernels.quantize(want_gated, 32), strict=True)
+    same = same and all(torch.equal(left, right) for left, right in pairs)
+    return "" if same else "the product of several matrices differs from the CPU's result"
+
+
 def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
     draw = _random()
     x, residual, weight = draw(3, 100), draw(3, 100), draw(100)
@@ -179,6 +209,17 @@ def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
         pages[slots[0], :, slots[1]] = new
         if not torch.equal(got.cpu(), pages):
             return "the pages of the KV cache differ from the CPU's"
+    query, new = x.to(device), (other.to(device), x.to(device))
+    rope, places = (
+        (cos.to(device), sin.to(device), False),
+        (slots[0].to(device), slots[1].to(device)),
+    )
+    rotated = kernels.rotate_and_store((query, *new), rope, written, places)
+    stored[0][slots[0], :, slots[1]] = plain_rotate(other, cos[:, None], sin[:, None], False)
+    stored[1][slots[0], :, slots[1]] = x
+    same = torch.equal(rotated, kernels.rotate(query, *rope))
+    if not (same and all(torch.equal(w.cpu(), s) for w, s in zip(written, stored, strict=True))):
+        return "rotated heads in the KV cache differ from the CPU's"
     got, want = kernels.multiply_by_silu(x.to(device), other.to(device)).cpu(), F.silu(x) * other
     return "" if torch.allclose(got, want) else "the SiLU gate differs from the CPU's result"
 
