@@ -270,7 +270,7 @@ PRIVATE = {
     "id_card": ["11010119900307" + "001" + plain_id_check("11010119900307001")],
     "bank_card": ["4111 1111 1111 1111", "6011111111111117"],
     "ip": ["8.8.8.8", "2001:4860:4860::8888"],
-    "key": ["AKIAIOSFODNN7EXAMPLE", "password = aB3dE5fG7hJ9kL1m"],
+    "key": ["AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPL3"],
     "plate": ["京A12345", "粤B·D12345"],
 }
 HARMLESS = [
