@@ -404,6 +404,47 @@ def test_prose_with_words_of_notices_stays_and_notices_go(seed):
     assert drop_boilerplate("\n".join(mixed)) == "\n".join(prose)
 
 
+MENUS = [
+    *["Home | About | Contact", "Home / About / Contact", "Privacy / Terms / Cookies"],
+    *["Home | Products | Services | Contact", "Products / Services / Support / Contact"],
+    *[
+        "首页 | 新闻 | 体育 | 财经",
+        "关于我们 | 联系我们 | 网站地图",
+        "About us / Jobs / Press / Imprint",
+    ],
+    *["Facebook | Twitter | Instagram", "Privacy Policy | Terms of Use | Contact Us"],
+]
+MENUS_AT_THE_EDGE = [
+    *["首页 / 新闻 / 体育", "新闻 / 体育 / 财经 / 科技", "Home | News | Sport", "登录 | 注册"],
+    *["Home / Blog / How to bake the best bread in your own kitchen", "Sign in / Register"],
+    *["首页 > 新闻 > 正文", "World | Europe | Asia | Africa"],
+]
+LISTS = [
+    *["tea / coffee / milk / water", "he / she / they / it", "input / output / error / status"],
+    *["and / or", "km / h", "A | B | C", "男 / 女", "9/11", "P(A | B)", "Start / Stop / Continue"],
+    *["home/user/news/a.txt", "/home/ann/blog/b.txt", "and/or/not/xor"],
+    *["The help / support question is / was / will be open.", "TCP/IP", "Jan / Feb / Mar / Apr"],
+]
+PAGE = [f"Sentence {n} of a page about ferries." for n in range(12)]
+
+
+@pytest.mark.parametrize("line", [*MENUS, *MENUS_AT_THE_EDGE, *LISTS])
+@pytest.mark.parametrize("at", [0, 6, 12])
+def test_menus_with_bars_and_slashes_go_and_lists_stay(line, at):
+    lines = [*PAGE[:at], line, *PAGE[at:]]
+    is_cut = line in MENUS or (line in MENUS_AT_THE_EDGE and at != 6)
+    assert drop_boilerplate("\n".join(lines)).split("\n") == (PAGE if is_cut else lines)
+
+
+@pytest.mark.parametrize("at", [0, 6, 12])
+@pytest.mark.parametrize("bar", ["", "| "])
+def test_rows_of_tables_stay(at, bar):
+    rows = ["Home | Shop | Blog | News", "---|---|---|---", "Ann | About | Bonn | Oslo"]
+    table = [f"{bar}{row}{bar[::-1]}" for row in rows]
+    lines = [*PAGE[:at], *table, *PAGE[at:]]
+    assert drop_boilerplate("\n".join(lines)).split("\n") == lines
+
+
 @pytest.mark.parametrize("line", PROSE_WITH_WORDS_OF_NOTICES)
 def test_a_sentence_alone_is_never_a_notice(line):
     assert drop_boilerplate(line) == line
