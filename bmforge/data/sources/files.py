@@ -127,6 +127,12 @@ def list_files(
         raise DataError("the list of inputs is empty. Pass at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
+        if str(path).startswith(("http:/", "https:/")) and not path.exists():
+            url = str(path).replace(":/", "://", 1)  # a Path has no double slashes
+            raise DataError(
+                f"input {url!r} is a URL. Collect pages with bmforge data collect {url} --out "
+                "DIRECTORY, or download the file, and pass the result."
+            )
         refuse_pipe(path)
         if path.is_dir():
             files += _walk(path, [] if unread is None else unread)
