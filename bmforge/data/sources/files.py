@@ -217,13 +217,13 @@ def read_records(
     """
     try:
         with path.open("rb") as stream:
-            if begin:
-                yield from read_part(stream, path, options, begin, end, line)
-                return
             # Limit files unpacked in memory, as a decompression bomb could exhaust it.
             budget = min(max(_LEAST_BUDGET, _HIGHEST_RATIO * path.stat().st_size), _MOST_BUDGET)
-            where = Where(show_name(str(path)), end=end, budget_bytes=budget)
-            yield from read_stream(stream, path.name, where, options)
+            where = Where(show_name(str(path)), end=end, line=line, budget_bytes=budget)
+            if begin:
+                yield from read_part(stream, path, options, begin, where)
+            else:
+                yield from read_stream(stream, path.name, where, options)
     except BmforgeError:
         raise
     except Exception as error:  # a parser may stumble over a damaged file in any way
