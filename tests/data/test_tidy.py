@@ -489,6 +489,7 @@ LISTS = [
     *["tea / coffee / milk / water", "he / she / they / it", "input / output / error / status"],
     *["and / or", "km / h", "A | B | C", "男 / 女", "9/11", "P(A | B)", "Start / Stop / Continue"],
     *["home/user/news/a.txt", "/home/ann/blog/b.txt", "and/or/not/xor"],
+    *["sed 's/hello/world/' input.txt > output.txt", 'prefix ::= "r" | "u" | "R" | "U"'],
     *["The help / support question is / was / will be open.", "TCP/IP", "Jan / Feb / Mar / Apr"],
 ]
 PAGE = [f"Sentence {n} of a page about ferries." for n in range(12)]

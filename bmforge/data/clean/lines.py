@@ -33,6 +33,7 @@ _SITE_ITEMS = re.compile(
     re.IGNORECASE,
 )
 _TABLE_RULE = re.compile(r"\s*\|?(?:\s*:?-{2,}:?\s*\|)+(?:\s*:?-{2,}:?\s*)?$")
+_CODE_MARKS = re.compile(r"""[$\\=<{}`;"]|(?:^|\s)'""")  # shell commands have menu separators too
 _ITEM = 24  # maximum length of a menu entry in characters
 _FEWEST_ITEMS = 4
 _FEWEST_SITE_ITEMS = 3
@@ -128,7 +129,7 @@ def _table_rows(lines: list[str]) -> set[int]:
 def _grade_menu(line: str) -> int:
     """Classify a line of short items, which may be a menu, a breadcrumb trail, or a plain list."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
-    if len(items) < 2:
+    if len(items) < 2 or _CODE_MARKS.search(line):
         return 0
     is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
     site_items = sum(bool(_SITE_ITEMS.match(item)) for item in items)
