@@ -131,7 +131,7 @@ class Transcriber:
         if rate != needed:
             raise DataError(
                 f"{str(file)!r} has a sampling rate of {rate} Hz, but the model needs {needed} Hz. "
-                f"Convert it with: ffmpeg -i FILE -ar {needed} -ac 1 out.wav"
+                f"Convert it with `ffmpeg -i FILE -ar {needed} -ac 1 out.wav`."
             )
         # A feature extractor cuts after one window by default.
         is_long = len(samples) > getattr(self._extractor, "n_samples", len(samples))

@@ -156,7 +156,7 @@ def page_lines() -> Iterator[tuple[str, str]]:
         for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
             in_code ^= line.startswith("```")
             if not in_code:
-                yield f"{page.relative_to(ROOT)}:{number}", line.strip()
+                yield f"{page.relative_to(ROOT)}:{number}", re.sub("`[^`]*`", "", line).strip()
 
 
 def page_house_words() -> Iterator[str]:
