@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bmforge.serve.errors import RequestError, explain_types
 from bmforge.serve.message_types import Message, Strict, Tool, ToolChoice
+from bmforge.serve.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
 __all__ = [
     "ChatRequest",
@@ -107,12 +108,11 @@ class Writing(Strict):
     skip_special_tokens: bool | None = None
     stop_token_ids: Ids | None = None
     cache_salt: str | None = Field(None, max_length=256)
-    # Accepted with their neutral values only.
-    include_stop_str_in_output: Literal[False] | None = None
-    use_beam_search: Literal[False] | None = None
-    truncate_prompt_tokens: None = None
+    response_format: ResponseFormat | None = None
     # Accepted and ignored.
     user: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Writing:
@@ -166,11 +166,11 @@ class Writing(Strict):
 class ChatRequest(Writing):
     """Request for a chat completion."""
 
+    neutral_fields = CHAT_FIELDS
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -181,14 +181,8 @@ class ChatRequest(Writing):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
-    # Accepted with their neutral values only.
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    verbosity: Literal["medium"] | None = None
-    audio: None = None
-    function_call: None = None
-    functions: None = None
-    web_search_options: None = None
     # Reasoning.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     enable_thinking: bool | None = None
@@ -260,15 +254,13 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
 class CompletionRequest(Writing):
     """Request for text completions of texts or token ids."""
 
+    neutral_fields = COMPLETION_FIELDS
     prompt: Inputs
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool | None = None
-    # Accepted with their neutral values only.
-    best_of: Literal[1] | None = None
-    suffix: None = None
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionRequest:
