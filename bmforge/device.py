@@ -21,6 +21,7 @@ from bmforge.native import processor_field
 
 __all__ = [
     "DeviceGraph",
+    "adds_to_wide",
     "backend_for",
     "default_device",
     "device_at",
@@ -179,6 +180,11 @@ def triton_features(device: torch.device) -> tuple[bool, bool] | None:
         return False, True
     capability = torch.cuda.get_device_capability(device)
     return (True, capability >= (8, 0)) if capability >= (7, 5) else None
+
+
+def adds_to_wide(device: torch.device) -> bool:
+    """Return True if 16-bit products can be added to fp32 sums by one operation of torch."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def has_graphs(device: torch.device) -> bool:

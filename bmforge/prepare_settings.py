@@ -93,8 +93,9 @@ class FilterConfig:
     """Options for selecting documents by language, quality, source and license.
 
     Args:
-        languages: keep only documents in these languages, given as codes such as "en" and "zh";
-            "any" keeps all documents and records their language (if empty: no language detection).
+        languages: keep only documents in these languages, given as codes such as "en" and "zh",
+            or also with a script, such as "zh-Hant"; "any" keeps all documents and records their
+            language (if empty: no language detection).
         by_paragraph: also remove paragraphs in other languages from the documents that are
             kept; needs languages.
         rules: published filter rules to apply: "english", "chinese", or "mixed" (the rules for the

@@ -28,6 +28,9 @@ from bmforge.surgery import persistent_tensors
 
 __all__ = ["decode", "prompts_of"]
 
+# Decoding is timed from this token on: the prompts of all requests have been read then, and graphs
+# are recorded.
+_FEW = 16
 Write = Callable[[int], None]
 """Generates a number of tokens after new prompts."""
 
@@ -86,7 +89,8 @@ def open_transformers(config: Any, scheme: str, count: int, prompt: int) -> Writ
     device = default_device()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(peer_config)
-    model = model.to(torch.float32 if device.type == "cpu" else torch.float16)
+    half = torch.bfloat16 if scheme == "int4" else torch.float16  # torchao's int4 requires bf16
+    model = model.to(torch.float32 if device.type == "cpu" else half)
     model = model.to_empty(device=device).eval()
     model.model.rotary_emb = type(model.model.rotary_emb)(peer_config).to(device)
     with torch.no_grad():
@@ -96,7 +100,9 @@ def open_transformers(config: Any, scheme: str, count: int, prompt: int) -> Writ
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
         from torchao.quantization import quantize_ as pack
 
-        pack(model, Int8WeightOnlyConfig() if scheme == "int8" else Int4WeightOnlyConfig())
+        # The other packings of int4 require the package mslk.
+        int4 = partial(Int4WeightOnlyConfig, group_size=32, int4_packing_format="tile_packed_to_4d")
+        pack(model, Int8WeightOnlyConfig() if scheme == "int8" else int4())
     numbers = iter(range(0, 1 << 30, count))
 
     @torch.no_grad()
@@ -113,30 +119,32 @@ def open_transformers(config: Any, scheme: str, count: int, prompt: int) -> Writ
 def decode(
     presets: list[str], scheme: str, count: int, prompt: int, new: int, rounds: int
 ) -> Values:
-    """Time the first token and the next `new` tokens of `count` requests."""
+    """Time the first token, and `new` tokens after the first ones, of `count` requests."""
     device = default_device()
-    preset, config = choose_preset(presets, prompt + new + 1, device)
+    preset, config = choose_preset(presets, prompt + _FEW + new, device)
     yield {"model": preset, "weights": scheme, "requests": count}
     dtype = torch.float32 if device.type == "cpu" else torch.float16
     model = build_model(config, dtype, None if scheme == "fp16" else scheme).eval()
     read_bytes = weights_read(model)
-    length = prompt + new + 16
+    length = prompt + _FEW + new + 16
     requests = RequestsConfig(
         max_num_seqs=count, total_tokens=(count + 1) * length, max_num_batched_tokens=2048
     )
     config_of_engine = EngineConfig(max_tokens=length, requests=requests)
     with Engine(model, config=config_of_engine) as engine:
         write = open_bmforge(engine, count, prompt)
-        write(1)
-        first = statistics.median(time_once(lambda: write(1)) for _ in range(rounds))
-        total = statistics.median(time_once(lambda: write(1 + new)) for _ in range(rounds))
-        speed = count * new / (total - first) if total > first else None
+        write(_FEW)
+        firsts, starts, totals = (
+            statistics.median(time_once(partial(write, tokens)) for _ in range(rounds))
+            for tokens in (1, _FEW, _FEW + new)
+        )
+        speed = count * new / (totals - starts) if totals > starts else None
         entry = table_entry(device)
         roofline = None if entry is None else count * 1e9 * entry.memory_gb_s / read_bytes
         yield {
             "decode tokens/s": speed,
             "roofline share": speed / roofline if speed and roofline else None,
-            "prefill tokens/s": round(count * prompt / first, 1),
+            "prefill tokens/s": round(count * prompt / firsts, 1),
             "peak GiB": peak_gib(device),
         }
         yield compare_with_peer(write, config, (scheme, count, prompt, new), rounds)
@@ -149,15 +157,15 @@ def compare_with_peer(
     scheme, count, prompt, new = options
     try:
         sides = {"bmforge": write, "transformers": open_transformers(config, scheme, count, prompt)}
-        prefill, total = (
+        prefill, start, total = (
             seconds_in_turns({name: partial(side, n) for name, side in sides.items()}, rounds)
-            for n in (1, 1 + new)
+            for n in (1, _FEW, _FEW + new)
         )
     except Exception as error:  # the row keeps bmforge's figures, whatever the peer raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         return {"transformers": f"failed: {reason}"}
-    firsts = {name: statistics.median(seconds) for name, seconds in prefill.items()}
-    decode = {name: [s - firsts[name] for s in seconds] for name, seconds in total.items()}
+    starts = {name: statistics.median(seconds) for name, seconds in start.items()}
+    decode = {name: [s - starts[name] for s in seconds] for name, seconds in total.items()}
     values = {}
     for task, seconds in (("decode", decode), ("prefill", prefill)):
         ratio = "too short to measure"

@@ -207,13 +207,13 @@ def _load(chat: Conversation, file: Path) -> None:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cannot load {str(file)!r} as a conversation ({type(error).__name__}: {error}). Give "
+            f"cannot load {str(file)!r} as a conversation ({type(error).__name__}: {error}). Use "
             "a JSON file that /save wrote."
         ) from error
     if not is_valid:
         raise ConfigError(
             f"cannot load {str(file)!r}, because role or content of a message is not a "
-            "string. Give a JSON file that /save wrote."
+            "string. Use a JSON file that /save wrote."
         )
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)

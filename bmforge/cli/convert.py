@@ -20,7 +20,7 @@ def run_convert(command: ConvertCommand) -> None:
     if command.type is not None:
         raise ConfigError(
             f"type={command.type!r} has no effect: the target {str(command.target)!r} is not a "
-            ".gguf file. Give a target that ends in .gguf, or use --dtype."
+            ".gguf file. Choose a target that ends in .gguf, or use --dtype."
         )
     if command.max_file_gb <= 0:
         raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")

@@ -59,7 +59,7 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
     with opened_model(directory, memory, beams) as opened:
         if opened.traits.objective != "documents":
             raise ConfigError(
-                f"{model!r} is a {type(opened).__name__}, but --document needs CPM-Bee. Give a "
+                f"{model!r} is a {type(opened).__name__}, but --document needs CPM-Bee. Pass a "
                 "text with --prompt instead."
             )
         tokenizer = CPMBeeTokenizer.from_pretrained(directory)

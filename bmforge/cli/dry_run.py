@@ -25,7 +25,7 @@ def parse_world(text: str | None) -> int:
     if text is None or not text.isdecimal() or int(text) < 1:
         problem = "is missing" if text is None else f"{text} is not a number of processes"
         raise ConfigError(
-            f"--world {problem}. Give the number of processes, such as --dry-run --world 64."
+            f"--world {problem}. Pass the number of processes, such as --dry-run --world 64."
         )
     return int(text)
 

@@ -11,13 +11,28 @@ from collections.abc import Collection, Mapping
 
 from bmforge.errors import suggest
 
-__all__ = ["FOREIGN_OPTIONS", "suggest_option"]
+__all__ = ["FOREIGN_COMMANDS", "FOREIGN_OPTIONS", "suggest_command", "suggest_option"]
 
 _MODEL = "model model-name-or-path model-name model-path model-id pretrained"
 _ADAPTER = "lora lora-path adapter-name-or-path adapter-path peft-model peft"
 _LENGTH = "max-length max-seq-length max-seq-len max-model-len cutoff-len context-length block-size"
 _DTYPE = "torch-dtype dtype precision"
 _OUT = "output output-dir output-path outfile export-dir save-path save-dir out"
+
+# Command of bmforge, and names under which users look for it.
+FOREIGN_COMMANDS = {
+    "prepare": "tokenizer tokenize train-tokenizer preprocess preprocess-data clean dedup",
+    "data collect": "collect crawl scrape download",
+    "data explain": "explain",
+    "data quality": "quality",
+    "data show": "show",
+    "data verify": "verify",
+    "train": "pretrain finetune fine-tune sft dpo grpo rl lora",
+    "evaluate": "eval lm-eval lm_eval benchmark",
+    "generate": "infer inference",
+    "serve": "server api-server",
+    "convert": "export",
+}
 
 # Option of bmforge, possibly with a value, and its names elsewhere.
 _TRAIN = {
@@ -161,6 +176,17 @@ FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "tokenizer": "tokenizer-name tokenizer-name-or-path tokenizer-model vocab-file",
         "validation-fraction": "val-size test-size validation-split-percentage",
     },
+    "data collect": {
+        "urls": "url input start-urls seeds",
+        "out": f"{_OUT} directory-prefix warc-file",
+        "most-pages": "max-pages limit pages max-requests",
+        "most-bytes": "max-bytes quota",
+        "most-page-bytes": "max-filesize max-size",
+        "delay-s": "delay wait download-delay rate-limit",
+        "page-seconds": "timeout max-time",
+        "agent": "user-agent ua",
+        "hosts": "domains allowed-domains domain host span-hosts",
+    },
     "merge": {
         "adapter": _ADAPTER,
         "base": f"{_MODEL} base-model base-model-name-or-path",
@@ -189,6 +215,14 @@ FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
 }
 
 
+def suggest_command(name: str, commands: Collection[str]) -> str:
+    """Return advice for an unknown command, with a space before it; "" if none is similar."""
+    for command, names in FOREIGN_COMMANDS.items():
+        if name in names.split():
+            return f" Did you mean {command!r}?"
+    return suggest(name, commands)
+
+
 def suggest_option(
     command: str, name: str, options: Collection[str], positional: Collection[str] = ()
 ) -> str:
@@ -203,13 +237,14 @@ def suggest_option(
         options: options of the command, with dashes.
         positional: names of the command's arguments that are given without a name.
     """
-    bare, command = name.removeprefix("--"), command.partition(" ")[0]
+    bare = name.removeprefix("--")
+    command = command if command in FOREIGN_OPTIONS else command.partition(" ")[0]
     for option, names in FOREIGN_OPTIONS.get(command, {}).items():
         word = option.partition(" ")[0]
         if bare in names.split() and f"--{word}" in options:
             return f" Did you mean '--{option}'?"
         if bare in (*names.split(), word) and word in positional:
-            return f" Give it without a name: bmforge {command} {word.upper()}."
+            return f" Pass it without a name: bmforge {command} {word.upper()}."
     endings = [name for name in options if name.endswith(f".{bare}")]
     if len(endings) == 1:
         return f" Did you mean {endings[0]!r}?"

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from bmforge import __version__
 from bmforge.cli.commands import COMMANDS, Command, run_command
+from bmforge.cli.foreign_options import suggest_command
 from bmforge.cli.option_names import name_options, options_of
-from bmforge.errors import BmforgeError, ConfigError, suggest
+from bmforge.errors import BmforgeError, ConfigError
 from bmforge.logging import process_rank
 
 __all__ = ["main"]
@@ -54,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     try:
         if arguments[0] not in COMMANDS:
             raise ConfigError(
-                f"unknown command {arguments[0]!r}.{suggest(arguments[0], COMMANDS)} "
+                f"unknown command {arguments[0]!r}.{suggest_command(arguments[0], COMMANDS)} "
                 f"Commands: {', '.join(COMMANDS)}."
             )
         run_command(arguments[0], arguments[1:])

@@ -59,7 +59,7 @@ def with_own_adapter(source: ModelSource, adapters: Sequence[str]) -> tuple[str,
     if find_names(adapters):
         raise ConfigError(
             f"{str(source.adapter)!r} is an adapter, so --adapter cannot add named adapters to "
-            "it. Give the base model instead, and add this adapter with --adapter NAME=DIR."
+            "it. Use the base model instead, and add this adapter with --adapter NAME=DIR."
         )
     return (str(source.adapter), *adapters)
 
@@ -111,7 +111,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
                 delta.weigh_(float(weight))
             except ValueError:
                 raise ConfigError(
-                    f"--adapter {option!r}: the weight {weight!r} is not a number. Give "
+                    f"--adapter {option!r}: the weight {weight!r} is not a number. Pass "
                     f"DIR=WEIGHT, such as {where}=0.5."
                 ) from None
 
@@ -140,7 +140,7 @@ def find_names(deltas: Sequence[str]) -> dict[str, str]:
         if is_told and not (_has_adapter(where) or _has_adapter(option) or _is_number(where)):
             raise ConfigError(
                 f"--adapter {option!r}: {where!r} is neither a weight nor an adapter directory. "
-                "Give DIR, DIR=WEIGHT, or NAME=DIR."
+                "Pass DIR, DIR=WEIGHT, or NAME=DIR."
             )
     named = [
         (name, str(find_export(where))) for name, _, where in parts if where and _has_adapter(where)

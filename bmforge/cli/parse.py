@@ -239,7 +239,7 @@ def take_switch(arguments: list[str], name: str) -> bool:
             value = arguments.pop(at)
         if value not in ("", *_WORDS):
             raise ConfigError(
-                f"{word}={value} is not allowed, because {word} is a switch. Give {word} without a "
+                f"{word}={value} is not allowed, because {word} is a switch. Pass {word} without a "
                 "value, or with True or False."
             )
         is_on = (word == name) == (value != "False")

@@ -61,7 +61,7 @@ def make_request(command: PlanCommand) -> PlanRequest:
         ConfigError: the model or GPU is unknown, or a number is invalid.
     """
     if command.price is not None and command.tokens is None:
-        raise ConfigError("--price has no effect without --tokens. Give --tokens as well.")
+        raise ConfigError("--price has no effect without --tokens. Pass --tokens as well.")
     for name in ("tokens", "price"):
         value = getattr(command, name)
         if value is not None and value <= 0:

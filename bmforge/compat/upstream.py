@@ -68,6 +68,8 @@ class UpstreamFinder(MetaPathFinder):
         if not fullname.startswith(_PREFIX) or package not in PAGES:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin is None:  # a directory that an update left behind
+            spec = None
         if spec is None and inside not in module_paths(package):
             return None
         if spec is None:

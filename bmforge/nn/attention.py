@@ -24,8 +24,10 @@ from bmforge.nn.attention_spec import AttentionSpec
 from bmforge.nn.host_attention import host_attention, takes_host_attention
 from bmforge.nn.linear import Linear
 from bmforge.nn.norm import build_norm
+from bmforge.nn.packed_linear import multiply_jointly
 from bmforge.nn.position import apply_rope, narrow_rope
 from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
+from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.sinks import HeadSinks, add_sink_key
 
@@ -187,6 +189,9 @@ class Attention(nn.Module):
         x: (B, T, D) -> (B, T, D)
     """
 
+    # RoPE rotates the first dims of every head of the queries and keys, and nothing else.
+    rotates_heads = True
+
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__()
         self.layer_index = 0
@@ -222,7 +227,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         mask: Tensor | None = None,
         rope: tuple[Tensor, Tensor] | None = None,
         cache: KeyValueCache | None = None,
@@ -232,7 +237,7 @@ class Attention(nn.Module):
         """Compute self-attention, or cross-attention if `memory` is given.
 
         Args:
-            x: hidden states of the queries.
+            x: hidden states of the queries, perhaps quantized for `projections`.
             mask: boolean mask; None means causal attention, or full attention if the spec is
                 not causal.
             rope: cos and sin of `rope_table`.
@@ -244,12 +249,14 @@ class Attention(nn.Module):
         Shape:
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
         """
-        x = self.enter(x)
+        x = x if isinstance(x, QuantizedRows) else self.enter(x)
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         attend = getattr(cache, "attend", None)
-        query = self._queries(x, rope)
+        rotation: tuple[Tensor, Tensor, bool] | None = None
         if memory is not None:
+            assert isinstance(x, Tensor)
+            query = self._queries(x, rope)
             states = self.enter_memory(memory)
 
             def make() -> tuple[Tensor, Tensor]:
@@ -257,12 +264,16 @@ class Attention(nn.Module):
 
             key, value = make() if cache is None else cache.remember(self.layer_index, make)
         else:
-            key, value = self._keys_and_values(x, rope)
+            # The cache rotates whole heads itself, in the kernel that stores the keys.
+            if attend is not None and self.rotates_heads and rope is not None:
+                rotation, rope = (*rope, self.rope_interleaved), None
+            query, key, value = self._project(x, rope)
             if cache is not None and attend is None:
                 key, value = cache.append(self.layer_index, key, value)
         if attend is not None and memory is None:
             scale = (self.scale or self.head_dim**-0.5) if self.is_plain() else None
-            mixed = attend(self.layer_index, self.window, self._mix, query, key, value, scale)
+            arguments = self.layer_index, self.window, self._mix, query, key, value, scale
+            mixed = attend(*arguments, rotation)
         else:
             mixed = self._mix(query, key, value, mask, bias)
         mixed = self._drop_padding(mixed)
@@ -332,6 +343,20 @@ class Attention(nn.Module):
         wide = add_sink_key(sinks, query, key, value, prefix, scale)
         out = self.mix(*wide[:3], mask, bias, self.causal, scale, dropout, wide[3])
         return out[..., : query.shape[-1]]
+
+    def _project(
+        self, x: Tensor | QuantizedRows, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to queries, keys and values, (B, heads, T, H) each."""
+        projected = multiply_jointly(x, self.projections())
+        query, key = map(self._heads, projected, (self.q_norm, self.k_norm))
+        if rope is not None:
+            query, key = (apply_rope(t, rope, self.rope_interleaved) for t in (query, key))
+        return query, key, self._heads(projected[2], None)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """Return the layers that read the hidden states, if they compute nothing but products."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project hidden states to queries, (B, N, T, H), with rotary positions."""

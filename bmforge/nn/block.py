@@ -16,6 +16,8 @@ from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
+from bmforge.nn.packed_linear import quantize_norm
+from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop, hold_weights
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.window import WindowAttention
@@ -215,7 +217,7 @@ class Block(nn.Module):
         attn, cross_attn, mlp = self.attn, self.cross_attn, self.mlp
         router_logits: list[Tensor] = []
 
-        def attend(value: Tensor) -> Tensor:
+        def attend(value: Tensor | QuantizedRows) -> Tensor:
             assert attn is not None
             return attn(value, mask, rope, cache, bias)
 
@@ -223,7 +225,7 @@ class Block(nn.Module):
             assert cross_attn is not None
             return cross_attn(value, memory_mask, None, cache, None, memory)
 
-        def feed(value: Tensor) -> Tensor:
+        def feed(value: Tensor | QuantizedRows) -> Tensor:
             assert mlp is not None
             out = mlp(value)
             if isinstance(out, tuple):
@@ -279,13 +281,16 @@ class Block(nn.Module):
         return _times(added, self.sum_scale)
 
     def _run_fused(
-        self, x: Tensor, attend: Callable[[Tensor], Tensor], feed: Callable[[Tensor], Tensor]
+        self, x: Tensor, attend: Callable[[Any], Tensor], feed: Callable[[Any], Tensor]
     ) -> Tensor:
         """Run a pre-norm block with one kernel for the first addition and the MLP's norm."""
         norm: Any = self.mlp_norm
-        attended = attend(self.attn_norm(x))
-        x, normed = torch.ops.bmforge.add_rms_norm(attended, x, norm.weight, norm.eps)
-        return x + feed(normed)
+        ready = quantize_norm(x, None, self.attn_norm, self.attn)
+        attended = attend(self.attn_norm(x) if ready is None else ready[1])
+        both = quantize_norm(attended, x, norm, self.mlp)
+        if both is None:
+            both = torch.ops.bmforge.add_rms_norm(attended, x, norm.weight, norm.eps)
+        return both[0] + feed(both[1])
 
     def _adds_and_norms(self, x: Tensor) -> bool:
         """Return True if one kernel can add the attention output to `x` and apply the next norm."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from bmforge.nn.plain_rows import plain_rms_norm, plain_rotate
 from bmforge.nn.triton_kernels import load_triton
 
-__all__ = ["attend_pages", "store_in_pages_", "takes_device_kernels"]
+__all__ = ["attend_pages", "rotate_and_store_", "store_in_pages_", "takes_device_kernels"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST_ROW = 1 << 15
@@ -67,6 +67,39 @@ def store_in_pages_(
         stored[numbers, :, offsets] = new
 
 
+def rotate_and_store_(
+    new: tuple[Tensor, Tensor, Tensor],
+    rope: tuple[Tensor, Tensor, bool],
+    pages: tuple[Tensor, Tensor],
+    numbers: Tensor,
+    offsets: Tensor,
+) -> Tensor | None:
+    """Rotate queries and keys (RoPE), and write keys and values to a float KV cache.
+
+    Args:
+        new: queries, keys and values of the tokens.
+        rope: cos, sin and whether pairs are interleaved; see `position.apply_rope`.
+        pages: keys and values of all pages.
+        numbers: index of each token's page.
+        offsets: position of each token in its page.
+
+    Returns:
+        Rotated queries, or None if the kernel does not support the tensors; nothing is then
+        written.
+
+    Shape:
+        new: (T, N, H), (T, K, H), (T, K, H); cos, sin: (1, 1, T, R); pages: (pages, K, 16, H) each;
+        numbers, offsets: (T,) int64; returns (T, N, H)
+    """
+    cos, sin, is_interleaved = rope
+    if len(cos) != 1 or not takes_device_kernels(*new, cos, sin, *pages):
+        return None
+    tables = cos[0, 0], sin[0, 0]
+    return torch.ops.bmforge.rotate_and_store(
+        *new, *tables, *pages, numbers, offsets, is_interleaved
+    )
+
+
 def attend_pages(
     query: Tensor,
     pages: tuple[Tensor, Tensor],
@@ -105,6 +138,11 @@ _LIBRARY.define("multiply_by_silu(Tensor gate, Tensor up) -> Tensor")
 _LIBRARY.define(
     "store_in_pages(Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor numbers, "
     "Tensor offsets) -> ()"
+)
+_LIBRARY.define(
+    "rotate_and_store(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, "
+    "Tensor(a!) keys, Tensor(b!) values, Tensor numbers, Tensor offsets, bool is_interleaved)"
+    " -> Tensor"
 )
 _LIBRARY.define(
     "attend_pages(Tensor query, Tensor keys, Tensor values, Tensor? key_scales, "
@@ -150,6 +188,28 @@ def _store_in_pages_op(
         values[numbers, :, offsets] = value
     else:
         kernels.store((key, value), (keys, values), (numbers, offsets))
+
+
+def _rotate_and_store_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    numbers: Tensor,
+    offsets: Tensor,
+    is_interleaved: bool,
+) -> Tensor:
+    kernels = load_triton(query.device)
+    if kernels is not None:
+        rope, slots = (cos, sin, is_interleaved), (numbers, offsets)
+        return kernels.rotate_and_store((query, key, value), rope, (keys, values), slots)
+    _store_in_pages_op(
+        _rotate_op(key, cos, sin, is_interleaved), value, keys, values, numbers, offsets
+    )
+    return _rotate_op(query, cos, sin, is_interleaved)
 
 
 def _attend_pages_op(
@@ -215,6 +275,7 @@ _LIBRARY.impl("add_rms_norm", _add_rms_norm_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("rotate", _rotate_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("multiply_by_silu", _multiply_by_silu_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("store_in_pages", _store_in_pages_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("rotate_and_store", _rotate_and_store_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("attend_pages", _attend_pages_op, "CompositeExplicitAutograd")
 
 
@@ -241,6 +302,11 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.register_fake("bmforge::store_in_pages")
 def _(*_: Any) -> None:
     pass
+
+
+@torch.library.register_fake("bmforge::rotate_and_store")
+def _(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query)
 
 
 @torch.library.register_fake("bmforge::attend_pages")

@@ -18,9 +18,10 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn.losses import TiledHead, TiledLogits, TiledLoss, find_tiling, split_chunks
+from bmforge.nn.losses import TiledLoss, as_number, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.softcap import cap_softly
+from bmforge.nn.tiled_logits import TiledHead, TiledLogits
 
 __all__ = ["HeadInput", "linear_distillation"]
 
@@ -28,7 +29,7 @@ __all__ = ["HeadInput", "linear_distillation"]
 class HeadInput(NamedTuple):
     """Inputs of a head, whose logits are ``hidden @ weight.T + bias`` plus the `added` products.
 
-    With `softcap` the sum is capped, see `losses.TiledLogits`.
+    With `softcap` the sum is capped, see `tiled_logits.TiledLogits`.
 
     Shape:
         hidden: (M, D); weight: (V, D); bias: (V,); added: (M, R) and (V, R) each
@@ -222,7 +223,7 @@ def linear_distillation(
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
     hidden, weight, bias, added, softcap = student
     wide = wide_dtype(hidden.dtype)
-    scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
+    scale = 1.0 / as_number(num_items, hidden.device, wide)
     teaching = _DistillationArgs(teacher.detach(), temperature, vocab, softcap)
     flat = itertools.chain.from_iterable(added)
     is_counted = labels != IGNORE_INDEX

@@ -20,6 +20,7 @@ from bmforge.nn.attention_spec import AttentionSpec
 from bmforge.nn.linear import Linear
 from bmforge.nn.norm import build_norm
 from bmforge.nn.position import apply_rope
+from bmforge.nn.quantized_rows import QuantizedRows
 
 __all__ = ["LatentAttention"]
 
@@ -34,6 +35,8 @@ class LatentAttention(Attention):
     Shape:
         x: (B, T, D) -> (B, T, D)
     """
+
+    rotates_heads = False
 
     def _build_projections(self, hidden_size: int, spec: AttentionSpec) -> None:
         """Build the projections to the latents and from them to queries, keys and values."""
@@ -59,6 +62,13 @@ class LatentAttention(Attention):
         self.kv_a_norm = build_norm(latent.norm, latent.kv_rank)
         width = spec.num_heads * (self.plain_dim + latent.value_dim)
         self.kv_b_proj = Linear(latent.kv_rank, width, bias=False)
+
+    def _project(
+        self, x: Tensor | QuantizedRows, rope: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to queries, keys and values, (B, N, T, H) each."""
+        assert isinstance(x, Tensor)
+        return self._queries(x, rope), *self._keys_and_values(x, rope)
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project hidden states to queries, (B, N, T, H), and apply RoPE to their trailing dims."""

@@ -17,16 +17,9 @@ from torch import Tensor
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.distillation import HeadInput
-from bmforge.nn.losses import (
-    TiledHead,
-    TiledLogits,
-    Tiling,
-    check_classes,
-    find_tiling,
-    split_chunks,
-)
+from bmforge.nn.losses import check_classes, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
-from bmforge.nn.tiled_softmax import TiledSoftmax
+from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
 __all__ = ["linear_logprobs"]
 

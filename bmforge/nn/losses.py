@@ -19,14 +19,13 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import is_host, reads_are_free, wide_dtype
 from bmforge.errors import ShapeError
+from bmforge.nn.device_loss import find_loss_kernels, pad_head, run_device_loss
 from bmforge.nn.shard_hooks import HeadRows, VocabCut
-from bmforge.nn.tiled_softmax import TiledSoftmax
+from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
 __all__ = [
-    "TiledHead",
-    "TiledLogits",
     "TiledLoss",
-    "Tiling",
+    "as_number",
     "check_classes",
     "find_tiling",
     "linear_cross_entropy",
@@ -39,19 +38,6 @@ _CHUNK_ELEMENTS = 1 << 26
 # and 72 MiB if the logits have 16 bits.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
-# On a CPU, rows per step when a product is added to a sum of a wider dtype; sized for the cache.
-_WIDENED_ROWS = 512
-
-
-class Tiling(NamedTuple):
-    """Number of tokens and of columns per tile.
-
-    `keeps` is True if the logits of all columns of a chunk stay in memory.
-    """
-
-    tokens: int
-    columns: int
-    keeps: bool
 
 
 class _HeadOptions(NamedTuple):
@@ -126,10 +112,20 @@ class _LinearCrossEntropy(TiledLoss):
         *added: Tensor,
     ) -> Tensor:
         vocab, softcap = options
+        inputs = hidden, weight, bias, *added
         columns, tiling = weight.shape[0], find_tiling(hidden, weight, vocab)
+        kernels = find_loss_kernels(hidden, weight) if options == (None, None) else None
+        if kernels is not None:
+            weight, bias, added = pad_head(weight, bias, added)  # type: ignore[arg-type]
+        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
+        if kernels is not None:
+            pairs = split_chunks(hidden.shape[0], tiling.tokens)
+            chunks = [slice(start, start + count) for start, count in pairs]
+            total = run_device_loss(kernels, head, labels, scale, columns, chunks)
+            TiledLoss.keep_(ctx, head, scale, inputs)
+            return total * scale
         if softcap is not None:  # a slope belongs to the tile that was computed last
             tiling = tiling._replace(keeps=False)
-        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, scale.dtype)
         logits = TiledLogits(head, tiling, softcap)
         total = torch.zeros_like(scale)
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
@@ -138,186 +134,15 @@ class _LinearCrossEntropy(TiledLoss):
             for first, size in split_chunks(columns, tiling.columns):
                 softmax.add_(logits.make(tokens, first, size), first)
             total += softmax.finish()
-            if not any(ctx.needs_input_grad):
+            if not head.needs_gradients:
                 continue
             for first, size in split_chunks(columns, tiling.columns):
                 tile = logits.again(tokens, first, size)
                 softmax.differentiate_(tile, first, is_exponential=logits.keeps_exponentials)
                 head.collect_(logits.narrow(tile, scale), tokens, slice(first, first + size))
             head.finish_tokens_(tokens)
-        TiledLoss.keep_(ctx, head, scale, (hidden, weight, bias, *added))
+        TiledLoss.keep_(ctx, head, scale, inputs)
         return total * scale
-
-
-class TiledHead:
-    """Inputs of a head, and buffers for their gradients.
-
-    Args:
-        hidden: hidden states, (M, D).
-        weight: weight, (V, D).
-        bias: bias, (V,), or None.
-        added: pairs (a, b) of low-rank factors, (M, R) and (V, R), whose products ``a @ b.T``
-            are added to the logits.
-        needs: True for each input of `TiledLoss` that needs a gradient, in the order of the inputs.
-        wide: dtype in which gradients are accumulated.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        added: Sequence[Tensor],
-        needs: Sequence[bool],
-        wide: torch.dtype,
-    ) -> None:
-        self.bias, self.wide = bias, wide
-        self.pairs = [(hidden, weight), *zip(added[::2], added[1::2], strict=True)]
-        needs_pairs = [*needs[:2], *needs[6:]]
-        self._of_states = [
-            torch.empty_like(states) if need else None
-            for (states, _), need in zip(self.pairs, needs_pairs[::2], strict=True)
-        ]
-        self._of_rows = [
-            torch.empty_like(rows, dtype=wide) if need else None
-            for (_, rows), need in zip(self.pairs, needs_pairs[1::2], strict=True)
-        ]
-        wants_bias = needs[2] and bias is not None
-        self._of_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        # Gradients of the current tokens' hidden states, summed over tiles.
-        self._sums: list[Tensor | None] = [None] * len(self.pairs)
-
-    @property
-    def grads(self) -> list[Tensor | None]:
-        """Gradients of hidden states, weight, bias and the low-rank factors in `added`."""
-        pairs = list(zip(self._of_states, self._of_rows, strict=True))
-        return [*pairs[0], self._of_bias, *itertools.chain.from_iterable(pairs[1:])]
-
-    def score_(self, out: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Write the logits of the given tokens and columns into `out`, and return `out`."""
-        (hidden, weight), *added = self.pairs
-        torch.mm(hidden[tokens], weight[columns].t(), out=out)
-        if self.bias is not None:
-            out += self.bias[columns]
-        for low, rows in added:
-            out.addmm_(low[tokens], rows[columns].t())
-        return out
-
-    def collect_(self, grad: Tensor, tokens: slice, columns: slice) -> None:
-        """Accumulate the gradients of the inputs from the gradient of a tile of logits."""
-        for number, (states, rows) in enumerate(self.pairs):
-            of_states, of_rows = self._of_states[number], self._of_rows[number]
-            if of_states is not None:
-                is_first = self._sums[number] is None
-                if is_first:
-                    self._sums[number] = self._sum_buffer(of_states[tokens])
-                _add_product_(self._sums[number], grad, rows[columns], is_first)
-            if of_rows is not None:
-                _add_product_(of_rows[columns], grad.t(), states[tokens], tokens.start == 0)
-        if self._of_bias is not None:
-            self._of_bias[columns] += grad.sum(0, dtype=self.wide)
-
-    def _sum_buffer(self, part: Tensor) -> Tensor:
-        """Return a buffer for summing a gradient: the gradient's tensor itself if it is wide."""
-        return part if part.dtype == self.wide else torch.empty_like(part, dtype=self.wide)
-
-    def finish_tokens_(self, tokens: slice) -> None:
-        """Convert the summed gradients of these tokens to their final dtype; reset the sums."""
-        for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
-            if total is not None and gradient is not None and total.dtype != gradient.dtype:
-                gradient[tokens] = total
-            self._sums[number] = None
-
-
-class TiledLogits:
-    """Buffers for tiles of logits, reused for all tokens to avoid page faults.
-
-    Args:
-        head: the head's inputs.
-        tiling: sizes of the tiles; with a cap no tiles are stored.
-        softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
-
-    Attributes:
-        keeps_exponentials: True if `again` returns what the caller left in the tile, which
-            `TiledSoftmax.add_` overwrites with exponentials; False if it returns logits.
-    """
-
-    def __init__(self, head: TiledHead, tiling: Tiling, softcap: float | None = None) -> None:
-        hidden, weight = head.pairs[0]
-        self._head, self._tiling, self._softcap = head, tiling, softcap
-        # Derivative of the cap in the last tile.
-        self._slope: Tensor | None = None
-        count = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
-        size = tiling.tokens * tiling.columns
-        is_narrow = hidden.dtype != head.wide
-        # 16-bit logits are kept instead of their wide exponentials: 72 MiB less, for one more
-        # exponential per logit.
-        self.keeps_exponentials = tiling.keeps and not (is_narrow and count > 1)
-        tile_dtype = hidden.dtype if is_narrow and not self.keeps_exponentials else head.wide
-        self._number = 0  # index of the last tile
-        wide_count = count if tile_dtype == head.wide else 1
-        self._wide = hidden.new_empty((wide_count, size), dtype=head.wide)
-        self._narrow: Tensor | None = None
-        if is_narrow:
-            self._narrow = hidden.new_empty((count if tile_dtype == hidden.dtype else 1, size))
-
-    def make(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Compute the logits of the given tokens and `size` columns, in the wide dtype."""
-        tile, narrow = self._find(tokens, first, size)
-        columns = slice(first, first + size)
-        if narrow is None:
-            self._head.score_(tile, tokens, columns)
-        else:
-            tile.copy_(self._head.score_(narrow, tokens, columns))
-        if self._softcap is not None:
-            tile.div_(self._softcap).tanh_()
-            self._slope = 1 - tile.square()
-            tile.mul_(self._softcap)
-        return tile
-
-    def again(self, tokens: slice, first: int, size: int) -> Tensor:
-        """Return a stored tile (see `keeps_exponentials`), or compute its logits again."""
-        if not self._tiling.keeps:
-            return self.make(tokens, first, size)
-        tile, narrow = self._find(tokens, first, size)
-        if not self.keeps_exponentials and narrow is not None:
-            tile.copy_(narrow)
-        return tile
-
-    def _find(self, tokens: slice, first: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """Return a tile's buffers in the wide and the narrow dtype; tiles may share buffers."""
-        shape = tokens.stop - tokens.start, size
-        self._number = first // self._tiling.columns if self._tiling.keeps else 0
-        narrow = None if self._narrow is None else self._view(self._narrow, shape)
-        return self._view(self._wide, shape), narrow
-
-    def _view(self, buffers: Tensor, shape: tuple[int, int]) -> Tensor:
-        buffer = buffers[self._number if buffers.shape[0] > 1 else 0]
-        return buffer[: shape[0] * shape[1]].view(shape)
-
-    def narrow(self, tile: Tensor, scale: Tensor) -> Tensor:
-        """Return the last tile's gradient times `scale`, in the dtype of the matrix products."""
-        if self._slope is not None:
-            tile.mul_(self._slope)
-        if self._narrow is None:
-            return tile
-        out = self._view(self._narrow, (tile.shape[0], tile.shape[1]))
-        # fp16: apply the scale here, in the wide dtype. Most values are far below fp16's smallest
-        # number and would be rounded to zero before the loss scale is applied.
-        return torch.mul(tile, scale, out=out) if out.dtype == torch.float16 else out.copy_(tile)
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Accumulate ``total += left @ right`` in the wider dtype of `total`; `first` overwrites."""
-    if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
-    elif first:
-        total.copy_(left @ right)
-    else:
-        product = left @ right
-        step = _WIDENED_ROWS if is_host(total.device) else max(1, total.shape[0])
-        for start in range(0, total.shape[0], step):
-            total[start : start + step] += product[start : start + step]
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -379,10 +204,17 @@ def linear_cross_entropy(
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
     wide = wide_dtype(hidden.dtype)
-    scale = 1.0 / torch.as_tensor(num_items, dtype=wide, device=hidden.device)
+    scale = 1.0 / as_number(num_items, hidden.device, wide)
     flat = itertools.chain.from_iterable(added)
     options = _HeadOptions(vocab, softcap)
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, options, *flat)
+
+
+def as_number(number: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a number as a 0-dim tensor on the device, without waiting for the device."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def check_classes(labels: Tensor, count: int) -> None:

@@ -14,6 +14,8 @@ from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.host_rows import host_gated, host_gelu, takes_host_gated, takes_host_gelu
 from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
+from bmforge.nn.packed_linear import multiply_jointly, quantize_gated
+from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.shard_hooks import Pass, pass_on
 
@@ -147,11 +149,16 @@ class MLP(nn.Module):
         last = WideLinear if spec.widens_half else Linear
         self.down_proj = last(*reversed(sizes), bias=spec.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the projections and the activation."""
-        x = self.enter(x)
-        up = self.up_proj(x)
-        gate = None if self.gate_proj is None else self.gate_proj(x)
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Apply the projections and the activation; `x` may be quantized for `projections`."""
+        x = x if isinstance(x, QuantizedRows) else self.enter(x)
+        up, *gates = multiply_jointly(x, self.projections())
+        gate = gates[0] if gates else None
+        is_plain = not (self.widens_half or self.training)
+        if gate is not None and self.activation is F.silu and is_plain:
+            quantized = quantize_gated(gate, up, self.down_proj)
+            if quantized is not None:
+                return multiply_jointly(quantized, (self.down_proj,))[0]
         if self.widens_half and up.dtype == torch.float16:
             up, gate = up.float(), None if gate is None else gate.float()
 
@@ -163,3 +170,7 @@ class MLP(nn.Module):
         if self.dropout and self.training:
             return self.down_proj(F.dropout(inner(), self.dropout))
         return call_and_drop(self.down_proj, inner(), inner)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        """Return the layers that read the input."""
+        return (self.up_proj,) if self.gate_proj is None else (self.up_proj, self.gate_proj)

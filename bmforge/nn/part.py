@@ -196,8 +196,8 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
     """
     if hasattr(module, name):
         raise ConfigError(
-            f"a {type(module).__name__} already has an attribute {name!r}. Give the adapter "
-            "another name, or detach the existing adapter first."
+            f"a {type(module).__name__} already has an attribute {name!r}. Rename the "
+            "adapter, or detach the existing adapter first."
         )
     attached = list(beside_parts(module))
     module.add_module(name, part)

@@ -129,7 +129,7 @@ def add_parts_(
     taken = [n for n, module in zip(names, modules, strict=True) if hasattr(module, name)]
     if taken:
         raise ConfigError(
-            f"{taken[0]} already has an attribute {name!r}. Give the adapter another name, or "
+            f"{taken[0]} already has an attribute {name!r}. Rename the adapter, or "
             "leave the name out."
         )
     lists = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -21,7 +21,13 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.product_kernels import PLAIN_KINDS, Kernels
 
-__all__ = ["gives_torchs_bits", "multiply_plain", "multiply_rows_plain", "quantize_activations"]
+__all__ = [
+    "gives_torchs_bits",
+    "multiply_plain",
+    "multiply_quantized_plain",
+    "multiply_rows_plain",
+    "quantize_activations",
+]
 
 _LARGEST = 127
 # Sums of at most this many products are exact in fp32, in any order.
@@ -65,9 +71,21 @@ def multiply_plain(
     """
     if spec.activations == "float":
         return F.linear(x, unpack_matrix(matrix, rows, spec), bias)
-    group = spec.group_of(x.shape[1])
+    quantized = quantize_activations(x, spec.group_of(x.shape[1]))
+    return multiply_quantized_plain(*quantized, matrix, rows, spec, bias)
+
+
+def multiply_quantized_plain(
+    values: Tensor,
+    x_scales: Tensor,
+    matrix: PackedMatrix,
+    rows: int,
+    spec: QuantSpec,
+    bias: Tensor | None,
+) -> Tensor:
+    """Multiply the result of `quantize_activations` by a packed matrix; see `multiply_plain`."""
+    group = spec.group_of(values.shape[1])
     wide = torch.float32 if group <= _EXACT_COLUMNS else torch.float64
-    values, x_scales = quantize_activations(x, group)
     exact = values.to(wide)
     weights = unpack_values(matrix.packed, spec)[:rows].to(wide)
     scales, minima = (
@@ -75,7 +93,7 @@ def multiply_plain(
         for scale in (matrix.scales, matrix.minima)
     )
     assert scales is not None
-    out = x.new_zeros(x.shape[0], rows)
+    out = x_scales.new_zeros(values.shape[0], rows)
     for g in range(scales.shape[1]):
         part = slice(g * group, (g + 1) * group)
         sums = (exact[:, part] @ weights[:, part].t()).to(torch.float32)

@@ -38,7 +38,9 @@ from bmforge.nn.tracing import is_watched
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
+    "FEW_DEVICE_TOKENS",
     "Kernels",
+    "decode_spec",
     "dequantize",
     "keeps_dtype",
     "lacks_library",
@@ -51,12 +53,13 @@ __all__ = [
     "pack_weights",
     "runnable_variants",
     "runs_here",
+    "takes_device_groups",
 ]
 
 # With more tokens than this, dequantizing and torch's product are faster.
 _FEW_TOKENS = 16
 # The same on accelerators: integer sums by groups run outside of the tensor cores.
-_FEW_DEVICE_TOKENS = 64
+FEW_DEVICE_TOKENS = 64
 # Triton quantizes a group of activations in the registers of one program.
 _WIDEST_DEVICE_GROUP = 1 << 15
 # Rows and elements of a weight that are widened to fp32 at a time: at most 4 MiB, which stay in the
@@ -176,6 +179,11 @@ def keeps_dtype(x: Tensor) -> bool:
     return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
 
 
+def takes_device_groups(spec: QuantSpec, columns: int) -> bool:
+    """Return True if accelerators can quantize the groups of a row of activations."""
+    return spec.group_of(columns) <= _WIDEST_DEVICE_GROUP
+
+
 def _multiply_on_device(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None
 ) -> Tensor:
@@ -189,9 +197,9 @@ def _multiply_on_device(
         x: (T, columns), contiguous -> (T, rows), in its dtype
     """
     kernels = load_triton(x.device)
-    is_few = x.shape[0] <= _FEW_DEVICE_TOKENS and spec.activations == "int8"
-    is_regular = spec.group_of(x.shape[1]) <= _WIDEST_DEVICE_GROUP
-    if kernels is not None and is_few and is_regular and x.dtype != torch.float64:
+    is_few = x.shape[0] <= FEW_DEVICE_TOKENS and spec.activations == "int8"
+    is_narrow = takes_device_groups(spec, x.shape[1])
+    if kernels is not None and is_few and is_narrow and x.dtype != torch.float64:
         return kernels.multiply(x, matrix, rows, spec, bias)
     if kernels is None:
         weight = unpack_matrix(matrix, rows, spec).to(x.dtype)
@@ -277,7 +285,8 @@ def _make_spec(
     return QuantSpec(bits, group, symmetric, "float" if is_float else "int8", scale_dtype=scales)
 
 
-def _spec_of(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
+def decode_spec(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
+    """Decode the integers of `numbers_of`, with the scheme's other fields from a matrix."""
     bits, group, is_float = numbers
     return _make_spec(bits, group, is_float, matrix.minima is None, matrix.scales.dtype)
 
@@ -308,7 +317,7 @@ def _multiply_op(
     bias: Tensor | None,
 ) -> Tensor:
     matrix = PackedMatrix(packed, scales, minima)
-    return multiply_packed(x, matrix, rows, _spec_of(spec, matrix), bias)
+    return multiply_packed(x, matrix, rows, decode_spec(spec, matrix), bias)
 
 
 def _multiply_stacked_op(
@@ -338,7 +347,7 @@ def _dequantize_op(
     packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
 ) -> Tensor:
     matrix = PackedMatrix(packed, scales, minima)
-    return dequantize(matrix, rows, _spec_of(spec, matrix))
+    return dequantize(matrix, rows, decode_spec(spec, matrix))
 
 
 _LIBRARY.impl("multiply_packed", _multiply_op, "CompositeExplicitAutograd")

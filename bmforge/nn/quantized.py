@@ -23,6 +23,7 @@ from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
+from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.nn.packed_store import (
     GroupedProduct,
     MatrixStore,
@@ -50,29 +51,6 @@ __all__ = [
 ]
 
 _EXPERT_KEYS = ("gate_proj", "up_proj", "down_proj")
-
-
-class QuantizedLinear(MatrixStore, nn.Linear):
-    """Linear layer with packed weights; computes in fp32 for any input dtype.
-
-    Args:
-        plain: layer to replace; its weights are quantized by `fill_`.
-        spec: quantization scheme.
-
-    Shape:
-        x: (..., in) -> (..., out)
-    """
-
-    def __init__(self, plain: nn.Module, spec: QuantSpec) -> None:
-        sizes = linear_sizes(plain)
-        assert sizes is not None
-        nn.Linear.__init__(self, *sizes, bias=False, device="meta")
-        self.bias: Any = plain.bias
-        self._make(plain, sizes, spec)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the linear layer."""
-        return self.multiply(x, self.bias)
 
 
 class QuantizedHead(MatrixStore, LMHead):

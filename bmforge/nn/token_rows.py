@@ -132,9 +132,7 @@ def attach_token_rows_(model: nn.Module, name: str, indices: Mapping[str, Any]) 
                 part.weight = rows.weight
     slot = f"{name}{TOKENS_SLOT}"
     if taken := [owner for owner in parts if hasattr(model.get_submodule(owner), slot)]:
-        raise ConfigError(
-            f"{taken[0]} already has an attribute {slot!r}. Give the adapter another name."
-        )
+        raise ConfigError(f"{taken[0]} already has an attribute {slot!r}. Rename the adapter.")
     for owner, part in parts.items():
         attach_part_(model.get_submodule(owner), slot, part)
     return list(parts)

@@ -67,7 +67,7 @@ def _check_packed(config: Any) -> None:
     dtype = config.base_dtype
     if config.init_from is None:
         raise ConfigError(
-            f"base_dtype={dtype!r} quantizes pretrained weights. Give the directory or hub id "
+            f"base_dtype={dtype!r} quantizes pretrained weights. Pass the directory or hub id "
             "of a model with --model."
         )
     if config.changes or config.offload.weights or config.layout.is_tensor_parallel:

@@ -114,7 +114,7 @@ def read_calibration(
     if len(ids) < num_tokens:
         raise DataError(
             f"calibration.texts has {len(ids):,} tokens, but rows={config.rows} of "
-            f"seq_len={config.seq_len} need {num_tokens:,}. Give more texts, or reduce rows or "
+            f"seq_len={config.seq_len} need {num_tokens:,}. Use more texts, or reduce rows or "
             "seq_len."
         )
     rows = torch.tensor(ids[:num_tokens]).view(config.rows, config.seq_len)

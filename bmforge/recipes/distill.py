@@ -73,7 +73,7 @@ def describe_teacher(config: Any) -> tuple[Path, Any]:
         ConfigError: the run has no teacher.
     """
     if config.teacher is None:
-        raise ConfigError("distill needs a teacher. Give --teacher DIRECTORY_OR_HUB_ID.")
+        raise ConfigError("distill needs a teacher. Pass --teacher DIRECTORY_OR_HUB_ID.")
     directory = find_model(config.teacher)
     return directory, AutoModel.describe_pretrained(directory)[0]
 

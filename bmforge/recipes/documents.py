@@ -154,7 +154,7 @@ def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
     named = config.data.tokenizer
     if named is None and config.init_from is None:
         raise ConfigError(
-            "data.tokenizer is not set. Give a directory with CPM-Bee's vocab.txt, or start from a "
+            "data.tokenizer is not set. Use a directory with CPM-Bee's vocab.txt, or start from a "
             "model with --init-from."
         )
     folder = Path(named) if named is not None else find_model(str(config.init_from))
@@ -178,7 +178,7 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
             sources.append(TaskSource(Path(path).stem, DocumentFile(path)))
     if not sources:
         raise ConfigError(
-            "data.paths is empty. Give --data.paths FILE.jsonl, with one document per "
+            "data.paths is empty. Pass --data.paths FILE.jsonl, with one document per "
             "line, or a mixture."
         )
     return sources

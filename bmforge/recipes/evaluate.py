@@ -144,7 +144,7 @@ def _open_subject(
     source = start.init_from or config.weights
     if source is None:
         raise ConfigError(
-            f"{name!r} is a preset without weights. Give a model directory, or the "
+            f"{name!r} is a preset without weights. Use a model directory, or the "
             "directory of the weights with --weights."
         )
     if start.init_from is not None and config.weights is not None:
@@ -232,7 +232,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
         pairs += roll_windows(ids, begin, subject.seq_len)
         text_bytes += len(document.text.encode())
     if not pairs:
-        raise DataError(f"{path!r} contains no token to predict. Give a longer text.")
+        raise DataError(f"{path!r} contains no token to predict. Use a longer text.")
     if not begin:
         get_logger().info(
             (
@@ -281,7 +281,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         else read_task(data.task, data.paths[0], config.split)
     )[: config.examples]
     if not examples:
-        raise DataError(f"{name!r} contains no example. Give a file with at least one example.")
+        raise DataError(f"{name!r} contains no example. Use a file with at least one example.")
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., AskedTask]
@@ -297,7 +297,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         if order_labels(task.label_names, own) != tuple(task.label_names):
             raise ConfigError(
                 f"the outputs of the classifier are {', '.join(own)}, but {name} has these labels "
-                f"in the order {', '.join(task.label_names)}. Give the examples as a .jsonl file, "
+                f"in the order {', '.join(task.label_names)}. Pass the examples as a .jsonl file, "
                 "whose labels are matched by their names."
             )
         form = AskedClasses
@@ -322,14 +322,14 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
         labels = order_labels(config.labels, own) or own
         if not labels:
             raise ConfigError(
-                f"{name!r} is a custom task, whose labels are not known. Give them with --labels."
+                f"{name!r} is a custom task, whose labels are not known. Pass them with --labels."
             )
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
         refuse_pipe(name)
         if config.task_data is None:
             raise ConfigError(
-                f"the folder with the data of {name} is not set. Give it with --task-data."
+                f"the folder with the data of {name} is not set. Pass it with --task-data."
             )
         data_config = TaskDataConfig(task=find_task(name).name, paths=(config.task_data,), **sizes)
     data_config.check()

@@ -55,7 +55,7 @@ def train_images(config: Any) -> RunResult:
     classes = ImageFolder(config.data.paths[0], config.data, config.model).classes
     if len(classes) < 2:
         raise ConfigError(
-            f"{config.data.paths[0]!r} has only one class, {classes}. Give a folder with "
+            f"{config.data.paths[0]!r} has only one class, {classes}. Use a folder with "
             "subfolders for at least two classes."
         )
     return run_recipe(config, _open_data, head="image_classification", num_labels=len(classes))

@@ -65,7 +65,7 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
         counts = ", ".join(f"{label!r} ({count})" for label, count in labels.most_common(10))
         raise DataError(
             f"{'no' if not sides[0] else 'every'} text has {rule}. The labels are: "
-            f"{counts or 'none'}. Give the labels of good texts with --good-labels, or set "
+            f"{counts or 'none'}. Pass the labels of good texts with --good-labels, or set "
             "--good-from."
         )
     return sides
@@ -80,7 +80,7 @@ def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
                 if config.good_from is not None and not _is_number(label):
                     raise DataError(
                         f"{location}: {config.label_field}={label!r} is not a number, but "
-                        "--good-from compares numbers. Give the labels of good texts with "
+                        "--good-from compares numbers. Pass the labels of good texts with "
                         "--good-labels."
                     )
                 if config.good_from is not None:

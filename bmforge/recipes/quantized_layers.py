@@ -82,7 +82,7 @@ def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]
                 return ids[:count]
     if not ids:
         raise DataError(
-            f"the files {', '.join(texts)} contain no token. Give files with at least one text."
+            f"the files {', '.join(texts)} contain no token. Use files with at least one text."
         )
     return ids
 

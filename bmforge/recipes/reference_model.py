@@ -52,7 +52,7 @@ def check_reference_copy(config: Any, is_copied: bool) -> None:
         return
     if config.init_from is None:
         raise ConfigError(
-            f"reference_dtype={dtype!r} quantizes pretrained weights. Give the directory or hub id "
+            f"reference_dtype={dtype!r} quantizes pretrained weights. Pass the directory or hub id "
             "of a model with --model."
         )
     if config.changes or config.layout.is_tensor_parallel:

@@ -290,7 +290,7 @@ def find_recipe(
     model = model or init_from or file_values.get("init_from") or file_values.get("family")
     if model is None:
         raise ConfigError(
-            f"the task {name!r} needs a model. Give --model with a preset (gpt2-small), a "
+            f"the task {name!r} needs a model. Pass --model with a preset (gpt2-small), a "
             "family (gpt2) or the directory of a model. Families that support the task: "
             f"{', '.join(_capable(meant))}. With a model, --help-all lists the options."
         )
@@ -302,7 +302,7 @@ def find_recipe(
             if TASKS[task].tunes and start.init_from is None and init_from is None:
                 get_logger().info(
                     (
-                        "--model %s is a preset: its weights are initialized randomly. Give a "
+                        "--model %s is a preset: its weights are initialized randomly. Pass a "
                         "directory or hub id (%s) to start from pretrained weights"
                     ),
                     *(model, start.family.config_class.hub_ids.get(model, "OWNER/NAME")),

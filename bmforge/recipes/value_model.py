@@ -108,17 +108,17 @@ def _read_start(start: str, policy: Any) -> Any:
     config: Any = initial.config
     if initial.init_from is None:
         raise ConfigError(
-            f"value.init_from={start!r} has no weights. Give the directory or hub id of a reward "
+            f"value.init_from={start!r} has no weights. Pass the directory or hub id of a reward "
             "model or language model, or leave it out to start from the policy."
         )
     if traits_of(config).reads == "apart":
         raise ConfigError(
             f"value.init_from={start!r} is a {initial.family.__name__}, which has no value at each "
-            "token. Give a reward model or language model that is a decoder."
+            "token. Use a reward model or language model that is a decoder."
         )
     if config.vocab_size != policy.vocab_size:
         raise ConfigError(
             f"value.init_from={start!r} has vocab_size={config.vocab_size}, but the policy "
-            f"has {policy.vocab_size}. Give a model with the policy's tokenizer."
+            f"has {policy.vocab_size}. Use a model with the policy's tokenizer."
         )
     return config

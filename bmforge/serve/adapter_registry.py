@@ -90,7 +90,7 @@ class AdapterRegistry:
             if not await run_in_threadpool(directory.is_dir):
                 raise RequestError(
                     f"lora_path={str(directory)!r} is not a directory on the server's machine. "
-                    "Give the directory of a saved adapter.",
+                    "Pass the directory of a saved adapter.",
                     "lora_path",
                     status=404,
                     code="not_found",

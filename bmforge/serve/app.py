@@ -120,7 +120,7 @@ def _check(
         return
     if not admin:
         raise ConfigError(
-            "allow_runtime_lora_updating needs an admin key. Give admin=ApiKeys([KEY])."
+            "allow_runtime_lora_updating needs an admin key. Pass admin=ApiKeys([KEY])."
         )
     if isinstance(engine, SleepingEngine):
         raise ConfigError(
@@ -129,7 +129,7 @@ def _check(
         )
     if not engine.model.traits.writes:
         raise ConfigError(
-            "allow_runtime_lora_updating needs a model that generates text. Give such a model, or "
+            "allow_runtime_lora_updating needs a model that generates text. Use such a model, or "
             "leave the option out."
         )
 

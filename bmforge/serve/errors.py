@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +19,7 @@ __all__ = [
     "error_response",
     "explain_types",
     "overloaded",
+    "renaming_fields",
 ]
 
 # HTTP status -> OpenAI's error type.
@@ -50,6 +52,28 @@ class RequestError(HTTPException):
     ) -> None:
         super().__init__(status, message, dict(headers or {}))
         self.message, self.param, self.code = message, param, code
+
+
+@contextmanager
+def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Context manager for requests converted to chats: errors name the fields of the request.
+
+    Args:
+        names: field of a chat request -> field of the converted request. An error in one message
+            names only the whole conversation, since messages are numbered differently.
+    """
+    try:
+        yield
+    except RequestError as error:
+        field = error.param or ""
+        if field.startswith("messages."):
+            name = names.get("messages", "messages")
+            error.message = error.message.replace("image_url.url", "the image", 1)
+        else:
+            name = names.get(field, field)
+        error.message = error.message.replace(field, name, 1)
+        error.param = name or None
+        raise
 
 
 def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
@@ -98,7 +122,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
     """
     problems = error.errors()
     first = problems[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    path = [str(part) for part in _without_unions(first["loc"])]
     if first["type"] == "unknown_field":
         where = ".".join([*path, first["ctx"]["field"]])
         return RequestError(
@@ -160,7 +184,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
 def _explain_part(problems: Sequence[Mapping[str, Any]]) -> RequestError | None:
     """Describe the first invalid part of a message's content; None if there is none."""
     for problem in problems:
-        path = [part for part in problem["loc"] if part != "body"]
+        path = _without_unions(problem["loc"])
         labels = [n for n, part in enumerate(path) if str(part).startswith("list[tagged-union")]
         if not labels or path[labels[0] - 1] != "content":
             continue
@@ -181,6 +205,12 @@ def _explain_part(problems: Sequence[Mapping[str, Any]]) -> RequestError | None:
         message = "Field required" if kind == "missing" else _message(problem).removesuffix(".")
         return RequestError(f"{where}: {message}.", where, code="invalid_value")
     return None
+
+
+def _without_unions(loc: Sequence[Any]) -> list[Any]:
+    """Return a path in the body without pydantic's labels for unions and their classes."""
+    labels = (str(part).startswith("list[union") or str(part)[:1].isupper() for part in loc)
+    return [p for p, label in zip(loc, labels, strict=True) if not label and p != "body"]
 
 
 def _message(problem: Mapping[str, Any]) -> str:

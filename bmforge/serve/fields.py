@@ -45,7 +45,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
 _NO_EFFECT = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "prediction", "cache_control", "include",
-    "request_id", "session_id",
+    "request_id", "session_id", "cache_prompt",
 })  # fmt: skip
 
 

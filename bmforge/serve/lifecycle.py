@@ -175,7 +175,7 @@ def check_certificate(config: ServeConfig) -> None:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"ssl_certfile={str(config.ssl_certfile)!r}, ssl_keyfile={str(config.ssl_keyfile)!r} "
-            f"cannot be used ({error}). Give a certificate chain and its key in PEM format."
+            f"cannot be used ({error}). Use a certificate chain and its key in PEM format."
         ) from error
 
 

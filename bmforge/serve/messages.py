@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from bmforge.infer.engine.request import Completion
 from bmforge.serve.answers import event, usage_of
 from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
-from bmforge.serve.errors import RequestError, anthropic_error
+from bmforge.serve.errors import RequestError, anthropic_error, renaming_fields
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.messages_types import CountRequest, MessagesRequest, messages_chat
 from bmforge.serve.openai_types import ChatRequest
@@ -38,7 +37,7 @@ _PING = {"type": "ping"}
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/messages``."""
-    with _own_names():
+    with renaming_fields(_NAMES):
         chat = await open_chat(await _convert(body, request), request)
     if body.stream:
         return EventStream(_events(chat, body), chat.stack.close)
@@ -55,7 +54,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a conversation."""
-    with _own_names():
+    with renaming_fields(_NAMES):
         prompt = await read_prompt(await _convert(body, request), request)
     return JSONResponse({"input_tokens": len(prompt.ids)})
 
@@ -63,19 +62,6 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 async def _convert(body: CountRequest, request: Request) -> ChatRequest:
     """Convert the request to a chat request in a thread, since a conversation may be long."""
     return await serving_of(request).tokenize(partial(messages_chat, body))
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Context manager that replaces OpenAI's field names in errors with Anthropic's."""
-    try:
-        yield
-    except RequestError as error:
-        name = _NAMES.get(error.param or "")
-        if name is not None:
-            error.message = error.message.replace(error.param or "", name, 1)
-            error.param = name
-        raise
 
 
 def _head(body: MessagesRequest, usage: dict[str, int]) -> dict[str, Any]:

@@ -25,6 +25,22 @@ class TextBlock(SentBack):
     citations: None = None
 
 
+class Base64Source(Strict):
+    """Data of an image."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(SentBack):
+    """Image in a message of the user."""
+
+    type: Literal["image"]
+    source: Base64Source
+    cache_control: CacheControl = None
+
+
 class ToolUseBlock(SentBack):
     """Tool call of the assistant."""
 
@@ -55,7 +71,8 @@ class ThinkingBlock(SentBack):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -206,12 +223,16 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Convert a message to OpenAI's format; each tool result becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    texts, thoughts = [], []
+    parts: list[dict[str, Any]] = []
+    thoughts = []
     calls: list[dict[str, Any]] = []
     converted: list[dict[str, Any]] = []
     for block in message.content:
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            uri = f"data:{block.source.media_type};base64,{block.source.data}"
+            parts.append({"type": "image_url", "image_url": {"url": uri}})
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResultBlock):
@@ -221,8 +242,10 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
-    if texts or calls or not converted:
-        own: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if parts or calls or not converted:
+        has_images = any(part["type"] != "text" for part in parts)
+        content = parts if has_images else "\n".join(part["text"] for part in parts)
+        own: dict[str, Any] = {"role": message.role, "content": content}
         own |= {"tool_calls": calls} if calls else {}
         own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         converted.append(own)

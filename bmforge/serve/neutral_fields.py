@@ -91,6 +91,7 @@ WRITING_FIELDS: dict[str, NeutralField] = {
     "stream_interval": NeutralField("a stream sends each token as soon as it is generated", (1,)),
     "kv_transfer_params": NeutralField(_TRANSFER),
     "ec_transfer_params": NeutralField(_TRANSFER),
+    "guided_whitespace_pattern": NeutralField("the whitespace of JSON answers is fixed"),
     "vllm_xargs": NeutralField("vLLM's plugins are not available", ({},)),
     # llama.cpp
     "n_predict": NeutralField(_LIMIT, (-1,)),
@@ -100,10 +101,6 @@ WRITING_FIELDS: dict[str, NeutralField] = {
     "n_discard": NeutralField(_CONTEXT, (0,)),
     "n_indent": NeutralField("it applies only to code infilling", (0,)),
     "n_cache_reuse": NeutralField("only equal prefixes of prompts are taken from the cache", (0,)),
-    "cache_prompt": NeutralField(
-        "the prefix cache is used by all requests. Set cache_salt to a random text to avoid hits",
-        (True,),
-    ),
     "id_slot": NeutralField("requests are not assigned to slots", (-1,)),
     "t_max_prompt_ms": NeutralField(_LIMIT, (-1,)),
     "t_max_predict_ms": NeutralField(_LIMIT, (-1,)),

@@ -111,8 +111,9 @@ class Writing(Strict):
     response_format: ResponseFormat | None = None
     # Accepted and ignored.
     user: str | None = None
-    request_id: str | None = None
-    session_id: str | None = None
+    request_id: str | None = None  # vLLM
+    session_id: str | None = None  # vLLM
+    cache_prompt: bool | None = None  # llama.cpp; a hint for the prefix cache
 
     @model_validator(mode="after")
     def _streams(self) -> Writing:

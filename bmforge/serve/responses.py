@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from bmforge.serve.answers import event, usage_of
 from bmforge.serve.chat_requests import RunningChat, open_chat
-from bmforge.serve.errors import RequestError, error_body
+from bmforge.serve.errors import RequestError, error_body, renaming_fields
 from bmforge.serve.events import PULSE
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
 from bmforge.serve.parts import CallPiece, CallStart, Part, Thought
@@ -30,7 +30,8 @@ async def respond(body: ResponsesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/responses``."""
     # In a thread, since a conversation may be long.
     converted = await serving_of(request).tokenize(partial(responses_chat, body))
-    chat = await open_chat(converted, request)
+    with renaming_fields({"messages": "input"}):
+        chat = await open_chat(converted, request)
     head = _head(body)
     if body.stream:
         return EventStream(_events(chat, head), chat.stack.close)

@@ -27,7 +27,17 @@ class InputText(SentBack):
     parsed: Any = None  # added by OpenAI's client, which parses the text
 
 
-Content = str | Annotated[list[InputText], Field(fail_fast=True)]
+class InputImage(SentBack):
+    """Image of a message as a data URI; it is always processed in full detail."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "high"] | None = None
+
+
+Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
+Part = Annotated[InputText | InputImage, Field(discriminator="type")]
+Content = str | Annotated[list[Part], Field(fail_fast=True)]
 
 
 class InputMessage(SentBack):
@@ -58,7 +68,7 @@ class InputResult(SentBack):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: Texts
     id: str | None = None
     status: Status | None = None
 
@@ -203,15 +213,28 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         text = "".join(part.text for part in item.content or item.summary)
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif last is not None and last["content"] == "" and item.role == "assistant":
-        last["content"] = _text(item.content)  # the message already has the turn's reasoning
+        last["content"] = _content(item.content)  # the message already has the turn's reasoning
     else:
-        messages.append({"role": item.role, "content": _text(item.content)})
+        messages.append({"role": item.role, "content": _content(item.content)})
+
+
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """Return a text, or the parts of a chat message if there are images."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if isinstance(part, InputImage)
+        else {"type": "text", "text": _text([part])}
+        for part in content
+    ]
 
 
 def _text(content: Content) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.text or part.refusal or "" for part in content)
+    texts = (part for part in content if isinstance(part, InputText))
+    return "".join(part.text or part.refusal or "" for part in texts)
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:

@@ -74,7 +74,7 @@ _WAITS = frozenset(
 )
 _COPIES = frozenset(["_to_copy", "copy_", "_copy_from", "_copy_from_and_resize"])
 # Operator of bmforge -> number of kernels, for operators that launch more than one.
-_KERNELS = {"multiply_packed": 2, "attend_pages": 2}
+_KERNELS = {"multiply_packed": 2, "attend_pages": 2}  # at most
 
 
 @dataclass

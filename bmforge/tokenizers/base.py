@@ -235,9 +235,10 @@ def open_directory(directory: str | os.PathLike[str]) -> Path:
     """
     path = Path(directory)
     if not path.is_dir():
-        raise DataError(
-            f"{str(path)!r} is not a directory. Pass the directory with the tokenizer's files."
-        )
+        advice = "Pass the directory with the tokenizer's files."
+        if path.is_file():
+            advice = f"Pass the directory of the tokenizer's files: {str(path.parent)!r}."
+        raise DataError(f"{str(path)!r} is not a directory. {advice}")
     return path
 
 

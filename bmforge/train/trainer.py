@@ -239,7 +239,8 @@ class Trainer:
                 due = config.eval_every_steps and self.step % config.eval_every_steps == 0
                 is_best = False
                 if self.evaluator is not None and (due or self.step == config.steps):
-                    row.update(validation_row(self.evaluator(self.model)))
+                    with self._detector.naming_failures(f"step {self.step}, validation"):
+                        row.update(validation_row(self.evaluator(self.model)))
                     is_best = self.best.note(self.step, row["val_loss"])
                 if writer is not None:
                     writer.write(self.step, row)
@@ -262,9 +263,10 @@ class Trainer:
     def _save(self, checkpointer: Checkpointer) -> None:
         if self.state_offload is not None:
             self.state_offload.wait()
-        reshard_(self.model)  # a callback may have run the model
-        parts = join_for_checkpoint(self.model, self.optimizers, self.companion)
-        checkpointer.save(self.step, *parts, self.state_dict(), keep_step=self.best.step)
+        with self._detector.naming_failures(f"step {self.step}, saving a checkpoint"):
+            reshard_(self.model)  # a callback may have run the model
+            parts = join_for_checkpoint(self.model, self.optimizers, self.companion)
+            checkpointer.save(self.step, *parts, self.state_dict(), keep_step=self.best.step)
 
     def train_step(
         self, stop_asked: bool = False, micro_batches: Sequence[Batch] | None = None

@@ -122,9 +122,20 @@ def _matrix(spec: QuantSpec) -> PackedMatrix:
 
 def product(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
     """Return the launch of a product of 4,096 by 4,096 with tokens in fp16."""
+    return _joint_product(spec, tokens, kernels, 1)
+
+
+def three_products(spec: QuantSpec, tokens: int, kernels: TritonKernels) -> Launch:
+    """Return the launch of three products with the same tokens."""
+    return _joint_product(spec, tokens, kernels, 3)
+
+
+def _joint_product(spec: QuantSpec, tokens: int, kernels: TritonKernels, count: int) -> Launch:
     x = torch.empty(tokens, SIZE, dtype=torch.float16, device=META)
+    factors = [(_matrix(spec), SIZE, None)] * count
     with recorded() as launches:
-        kernels.multiply(x, _matrix(spec), SIZE, spec, None)
+        quantized = kernels.quantize(x, spec.group_of(SIZE))
+        kernels.multiply_quantized(quantized, factors, spec, x.dtype)
     return launches[-1]
 
 
@@ -134,15 +145,34 @@ def others(kernels: TritonKernels, dtype: torch.dtype) -> dict[str, Launch]:
     x = torch.empty(2, SIZE, dtype=dtype, device=META)
     with recorded() as launches:
         kernels.quantize(x, 32)
+        kernels.quantize(x, 32, x)
         kernels.dequantize(_matrix(spec), SIZE, spec, dtype)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
+        kernels.quantize_norm(x, x, x[0], 1e-5, 32)
         heads = x.view(2, 32, 128)
         kernels.rotate(heads, x[:, :128].contiguous(), x[:, :128].contiguous(), False)
         cached = torch.empty(9, 32, 16, 128, dtype=dtype, device=META)
         place = torch.empty(2, dtype=torch.int64, device=META)
         kernels.store((heads, heads), (cached, cached), (place, place))
+        rope = x[:, :128].contiguous(), x[:, :128].contiguous(), False
+        kernels.rotate_and_store((heads,) * 3, rope, (cached, cached), (place, place))
         kernels.multiply_by_silu(x, x)
-    kinds = ("quantize", "dequantize", "norm", "rotate", "store", "silu")
+        labels = torch.empty(2, dtype=torch.int64, device=META)
+        kernels.cross_entropy_(x, labels, None, has_gradient=True)
+        kernels.checksum([x], [1])
+    kinds = (
+        "quantize",
+        "gate and quantize",
+        "dequantize",
+        "norm",
+        "norm and quantize",
+        "rotate",
+        "store",
+        "rotate and store",
+        "silu",
+        "loss",
+        "checksum",
+    )
     names = dict(zip(kinds, launches, strict=True))
     for key, kind in (("attend", dtype), ("attend int8", torch.int8)):
         pages = torch.empty(9, 8, 16, 128, dtype=kind, device=META)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bmforge.errors import ConfigError
+from bmforge.nn import losses
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packing import QuantSpec, pack_matrix, quantize_groups, unpack_matrix
 from bmforge.nn.plain_products import multiply_plain, quantize_activations
@@ -25,7 +26,7 @@ from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.products import load_kernels
 from bmforge.nn.triton_kernels import products as triton_products
 from bmforge.nn.triton_kernels.launch import TritonKernels
-from bmforge.nn.triton_kernels.load import find_difference
+from bmforge.nn.triton_kernels.load import find_difference, find_loss_difference
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 EXAMPLES = int(os.environ["KERNEL_EXAMPLES"])
@@ -115,6 +116,35 @@ def test_products_have_the_bits_of_the_cpu(
         assert same_bits(got, compiled.multiply(wide, matrix, rows, spec, bias).to(x.dtype))
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [QuantSpec(4, 32), QuantSpec(4, 128, symmetric=False, scale_dtype="float32"), QuantSpec(8, 96)],
+    ids=str,
+)
+def test_joint_products_have_the_bits_of_separate_ones(
+    spec: QuantSpec, has_bias: bool, tokens: int
+) -> None:
+    heights, x = (37, 16, 70), put_specials(random(9, tokens, 384), 2).half()
+    factors = [
+        (
+            pack_matrix(quantize_groups(random(seed, height, 384), spec), spec),
+            height,
+            random(seed + 5, height).half() if has_bias else None,
+        )
+        for seed, height in enumerate(heights)
+    ]
+    kernels = KERNELS if tokens > 1 else PLAIN_KERNELS
+    quantized = kernels.quantize(x, spec.group_of(384))
+    got = kernels.multiply_quantized(quantized, factors, spec, x.dtype)
+    want = [
+        multiply_plain(x.float(), m, height, spec, None if b is None else b.float()).half()
+        for m, height, b in factors
+    ]
+    assert all(map(same_bits, got, want))
+
+
 @draws
 @given(
     group=st.sampled_from([16, 32, 96, 128, 384]),
@@ -132,6 +162,9 @@ def test_quantized_activations_have_the_bits_of_the_cpu(
     assert torch.equal(values, want_values)
     assert same_bits(scales, want_scales)
     assert torch.equal(sums, want_values.view(tokens, -1, group).sum(-1, dtype=torch.int32))
+    up = put_specials(random(seed + 1, tokens, 384), seed + 3).to(x.dtype)
+    gated, apart = KERNELS.quantize(x, group, up), KERNELS.multiply_by_silu(x, up)
+    assert all(map(same_bits, gated, KERNELS.quantize(apart, group)))
 
 
 @draws
@@ -163,6 +196,22 @@ def test_norms_are_those_of_the_module(dtype: torch.dtype, width: int, has_resid
     torch.testing.assert_close(out, norm(want_total), rtol=ratio, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_quantized_norms_equal_two_kernels(
+    dtype: torch.dtype, has_residual: bool, group: int
+) -> None:
+    x, weight = random(1, 3, 384).to(dtype), random(0, 384).to(dtype)
+    x[1, 5] = float("nan")
+    residual = random(2, 3, 384).to(dtype) if has_residual else None
+    total, *got = KERNELS.quantize_norm(x, residual, weight, 1e-5, group)
+    want_total, normed = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
+    assert same_bits(total, want_total)
+    for left, right in zip(got, KERNELS.quantize(normed, group), strict=True):
+        assert same_bits(left, right)
+
+
 @draws
 @given(
     tokens=st.integers(1, 4),
@@ -190,6 +239,23 @@ def test_rotated_heads_have_the_bits_of_torch(
     got = KERNELS.rotate(x, cos[0, 0], sin[0, 0], is_interleaved)
     want = apply_rope(x.transpose(0, 1)[None], (cos, sin), is_interleaved)
     assert torch.equal(got, want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rotation_and_storage_in_one_kernel_equal_two(
+    dtype: torch.dtype, is_interleaved: bool
+) -> None:
+    query, key, value = (random(n, 5, (3, 2, 2)[n], 80).to(dtype) for n in range(3))
+    slots = torch.tensor([6, 0, 6, 2, 2]), torch.tensor([0, 15, 7, 3, 4])
+    cos, sin = random(3, 5, 40).to(dtype), random(4, 5, 40).to(dtype)
+    want, got = ([torch.zeros(7, 2, 16, 80, dtype=dtype) for _ in range(2)] for _ in range(2))
+    KERNELS.store((KERNELS.rotate(key, cos, sin, is_interleaved), value), tuple(want), slots)
+    rotated = KERNELS.rotate_and_store(
+        (query, key, value), (cos, sin, is_interleaved), tuple(got), slots
+    )
+    assert torch.equal(rotated, KERNELS.rotate(query, cos, sin, is_interleaved))
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -295,7 +361,7 @@ def test_the_check_of_a_device_finds_another_order_of_sums(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = torch.device("cpu")
-    assert find_difference(KERNELS, host) == ""
+    assert find_difference(KERNELS, host) == find_loss_difference(KERNELS, host) == ""
     monkeypatch.setattr(triton_products, "add_in_order", add_as_tree)
     assert "differs from the CPU's" in find_difference(KERNELS, host)
 
@@ -321,3 +387,90 @@ def test_product_with_one_group_in_a_row(group, symmetric):
         x = random(tokens, tokens, group)
         want = multiply_plain(x, matrix, 19, spec, None)
         assert same_bits(KERNELS.multiply(x, matrix, 19, spec, None), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [1, 37, 4096, 5000])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_losses_and_gradients_of_logits(
+    dtype: torch.dtype, columns: int, factor: float | None
+) -> None:
+    """Equal to torch's in fp64, for rows with a gap between them, large and infinite logits."""
+    buffer = random(0, 5, columns + 3) * torch.tensor([1.0, 100.0, 1e-3, 1.0, 1.0])[:, None]
+    logits = buffer.to(dtype)[:, :columns]
+    if columns > 2:
+        logits[3, 1:] = -float("inf")
+        logits[4, 0] = float("nan")  # in a row without a label
+    labels = torch.tensor([0, columns - 1, columns // 2, 0, -100])
+    exact = logits.double().requires_grad_()
+    with torch.enable_grad():
+        want = F.cross_entropy(exact, labels, reduction="none")
+        want[:4].sum().backward()
+    tile = logits.clone()
+    scale = None if factor is None else torch.tensor(factor)
+    got = KERNELS.cross_entropy_(tile, labels, scale, has_gradient=False)
+    assert same_bits(tile, logits)
+    torch.testing.assert_close(got.double(), want.nan_to_num(0.0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(got, KERNELS.cross_entropy_(tile, labels, scale, has_gradient=True))
+    assert exact.grad is not None
+    slope = exact.grad.nan_to_num(0.0) * (1.0 if factor is None else factor)
+    limit = 1e-6 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(tile.double(), slope, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab", [64, 101])
+@pytest.mark.parametrize("has_more", [False, True])
+def test_the_linear_cross_entropy_with_the_kernel(
+    dtype: torch.dtype, vocab: int, has_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and all gradients are those of torch's operations, also if the head is padded."""
+    labels = torch.randint(vocab, (23,), generator=torch.Generator().manual_seed(1))
+    labels[::4] = -100
+
+    def run() -> list[Tensor]:
+        inputs = [random(0, 23, 16), random(1, vocab, 16)]
+        if has_more:
+            inputs += [random(2, vocab), random(3, 23, 2), random(4, vocab, 2)]
+        inputs = [t.to(dtype).requires_grad_() for t in inputs]
+        hidden, weight, bias, *pair = (*inputs, *(() if has_more else (None,)))
+        with torch.enable_grad():
+            loss = losses.linear_cross_entropy(
+                hidden, weight, labels, bias, 7.0, added=[tuple(pair)] if pair else ()
+            )
+            (loss * 3).backward()
+        return [loss.detach(), *(t.grad for t in inputs)]
+
+    want = run()
+    monkeypatch.setattr(losses, "find_loss_kernels", lambda *_: KERNELS)
+    monkeypatch.setattr(losses, "_HOST_CHUNK_ELEMENTS", 8 * vocab)
+    monkeypatch.setattr(losses, "_FEW_TOKENS", 1)
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    for got, expected in zip(run(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
+
+
+def plain_checksum(tensors: list[Tensor], steps: list[int]) -> int:
+    """The sum modulo 2**64 in Python, of 8-byte words or, if they do not fit, of bytes."""
+    mask, total = (1 << 64) - 1, 0
+    for number, (tensor, step) in enumerate(zip(tensors, steps, strict=True)):
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        size = 1 if len(data) % 8 else 8
+        words = [int.from_bytes(data[n : n + size], "little") for n in range(0, len(data), size)]
+        for i, word in enumerate(words[::step]):
+            mixed = ((i + (number << 40) + 1) * 0x9E3779B97F4A7C15) & mask
+            mixed ^= ((mixed - (mixed >> 63 << 64)) >> 30) & mask  # an arithmetic shift
+            mixed = (mixed * 0xBF58476D1CE4E5B9) & mask
+            mixed ^= ((mixed - (mixed >> 63 << 64)) >> 27) & mask
+            total += word * (mixed | 1)
+    return total & mask
+
+
+def test_the_checksum_of_tensors() -> None:
+    tensors = [random(0, 70, 64), random(1, 3).half(), random(2, 130, 65)]
+    for steps in ([1, 1, 1], [71, 1, 133]):
+        got = int(KERNELS.checksum(tensors, steps)) & ((1 << 64) - 1)
+        assert got == plain_checksum(tensors, steps)
+    before = int(KERNELS.checksum(tensors, [1, 1, 1]))
+    tensors[0][[3, 5]] = tensors[0][[5, 3]]
+    assert int(KERNELS.checksum(tensors, [1, 1, 1])) != before

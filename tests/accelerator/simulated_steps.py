@@ -17,6 +17,9 @@ from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.step_tables import StepRow
 from bmforge.infer.options import GenerationConfig
 from bmforge.models import Llama, LlamaConfig
+from bmforge.nn.attention import Attention
+from bmforge.nn.mlp import MLP
+from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.testing.fake_accelerator import FakeAccelerator
 
 SIZES = {
@@ -25,13 +28,19 @@ SIZES = {
 }  # fmt: skip
 KINDS = ("fp32", "bf16", "int4", "int8")
 # Kernels of a decoding step in each layer; they may only fall.
-MOST_KERNELS = {"fp32": 16, "bf16": 16, "int4": 23, "int8": 23}
+MOST_KERNELS = {"fp32": 14, "bf16": 14, "int4": 12, "int8": 12}
 MOST_OUTSIDE = 21
 
 
 @pytest.fixture(scope="module")
 def accelerator() -> FakeAccelerator:
     return FakeAccelerator()
+
+
+@pytest.fixture(autouse=True)
+def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the paths of devices with Triton; torch then computes what its kernels would."""
+    monkeypatch.setattr("bmforge.nn.packed_linear.load_triton", lambda _: True)
 
 
 def build(kind: str, layers: int = 2) -> Llama:
@@ -94,6 +103,43 @@ def test_a_decoding_step_has_the_logits_of_the_host(
     limit = 2e-5 if kind == "fp32" else 5e-2  # rounding of activations to int8 amplifies
     for left, right in zip(got, want, strict=True):
         torch.testing.assert_close(left.host, right, rtol=limit, atol=limit)
+
+
+class DoubledMLP(MLP):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x * 2)
+
+
+class DoubledAttention(Attention):
+    def forward(self, x: Any, *others: Any) -> Tensor:
+        return super().forward(x * 2, *others)
+
+
+def test_sublayers_with_their_own_forward_get_tensors(accelerator: FakeAccelerator) -> None:
+    """A subclass computes with hidden states, which it could not if they were quantized."""
+    model, texts = build("int4"), prompts(4)
+    for layer in model.layers.values():
+        layer.attn.__class__, layer.mlp.__class__ = DoubledAttention, DoubledMLP
+    with torch.no_grad():
+        step = PackedStep(model, 12)
+        step.cut()
+        want = decode(step, texts)
+    for left, right in zip(decode_on(accelerator, model, texts), want, strict=True):
+        torch.testing.assert_close(left.host, right, rtol=5e-2, atol=5e-2)
+
+
+def test_hooks_on_all_modules_see_every_projection(accelerator: FakeAccelerator) -> None:
+    seen: list[int] = []
+
+    def count(module: Any, *_: Any) -> None:
+        seen.append(type(module) is QuantizedLinear)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(count)
+    try:
+        decode_on(accelerator, build("int4"), prompts(1))
+    finally:
+        handle.remove()
+    assert sum(seen) == 2 * 2 * 7  # two steps, two layers
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton)")
 
-from compiled_kernels import Launch, compile_launch, others, product, read_machine_code
+from compiled_kernels import (
+    Launch,
+    compile_launch,
+    others,
+    product,
+    read_machine_code,
+    three_products,
+)
 from triton.backends.compiler import GPUTarget
 
 from bmforge.nn.packing import QuantSpec
@@ -26,16 +33,25 @@ SPECS = {
     "int8-dynamic": QuantSpec(8, 0, scale_dtype="float32"),
 }
 OTHERS = (
-    "quantize", "dequantize", "norm", "rotate", "store", "silu", "attend", "attend int8", "join",
+    "quantize", "gate and quantize", "dequantize", "norm", "norm and quantize", "rotate", "store",
+    "rotate and store", "silu", "loss", "checksum", "attend", "attend int8", "join",
 )  # fmt: skip
 # Every kernel once and every kind of GPU twice; the whole product is long.
 QUICK = {
     75: ("int4 x 1", "dequantize"),
-    80: ("int4 x 1", "int4 x 4", "int4 x 16"),
-    86: ("int8 x 1", "attend"),
+    80: ("int4 x 1", "int4 x 4", "int4 x 16", "three int4 x 1"),
+    86: ("int8 x 1", "attend", "rotate and store", "checksum"),
     89: ("int4-asym x 16", "quantize", "rotate"),
-    90: ("int4 x 1", "attend int8", "store"),
-    100: ("int8 x 16", "norm", "silu"),
+    90: (
+        "int4 x 1",
+        "gate and quantize",
+        "three int4 x 16",
+        "attend int8",
+        "store",
+        "loss",
+        "rotate and store",
+    ),
+    100: ("int8 x 16", "norm", "norm and quantize", "silu"),
     120: ("int8-dynamic x 4", "join"),
     "gfx90a": ("int4 x 1", "attend"),
     "gfx942": ("int8-dynamic x 1", "int8 x 16"),
@@ -51,6 +67,9 @@ def all_launches(target: int | str) -> dict[str, Launch]:
         for name, spec in SPECS.items()
         for tokens in (1, 2, 4, 16)
     }
+    for name in ("int4", "int8"):
+        for tokens in (1, 16):
+            found[f"three {name} x {tokens}"] = three_products(SPECS[name], tokens, kernels)
     for dtype, suffix in ((torch.float16, ""), (torch.bfloat16, " bf16")):
         found |= {name + suffix: call for name, call in others(kernels, dtype).items()}
     if not has_tensor_cores:  # attention is torch's there, and bf16 is emulated
@@ -97,8 +116,9 @@ def test_the_quick_selection_has_every_kernel() -> None:
     assert set(QUICK) == {*NVIDIA, *AMD}
     names = {name for names in QUICK.values() for name in names}
     assert set(OTHERS) <= names
-    kernels = {all_launches(t)[n].kernel.__name__ for t, names in QUICK.items() for n in names}
-    assert {"multiply_few", "multiply_tiles", "multiply_wide_groups"} <= kernels
+    launches = (all_launches(t)[n] for t, names in QUICK.items() for n in names)
+    kinds = {value for launch in launches for value in launch.arguments if type(value) is str}
+    assert kinds == {"few", "tiles", "wide"}
 
 
 def test_fused_multiplication_would_be_seen(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ LATE = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transfo
 # streams and constrains requests.
 MOST_MODULES = {
     "bmforge.infer.sampling": 8,
-    "bmforge.infer.generation": 151,
+    "bmforge.infer.generation": 155,
     "bmforge.infer.engine": 265,
-    "bmforge.models": 118,
+    "bmforge.models": 122,
 }
 
 PROGRAM = """

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from bmforge.cli import main
 from bmforge.cli.commands import COMMANDS
 from bmforge.cli.completion import list_words
-from bmforge.cli.foreign_options import FOREIGN_OPTIONS
+from bmforge.cli.data import SUBCOMMANDS
+from bmforge.cli.foreign_options import FOREIGN_COMMANDS, FOREIGN_OPTIONS
 from bmforge.cli.option_names import name_options, options_of
 from bmforge.cli.options import EvaluateCommand
 from bmforge.cli.parse import find_options
@@ -71,8 +72,14 @@ def test_the_task_and_the_command_select_the_option(capsys: pytest.CaptureFixtur
         (["evaluate", "--max_length", "9"], "Did you mean '--seq-len'?"),
         (["plan", "gpt2", "--lora_r", "9"], "Did you mean '--adapter-rank'?"),
         (["merge", "x", "--base_model=y"], "Did you mean '--base'?"),
-        (["generate", "--model", "x"], "Give it without a name: bmforge generate MODEL."),
+        (["generate", "--model", "x"], "Pass it without a name: bmforge generate MODEL."),
         (["quantize", "--model_name_or_path=x"], "bmforge quantize SOURCE."),
+        (["data", "collect", "http://x.org/", "--max_pages", "3"], "Did you mean '--most-pages'?"),
+        (["data", "collect", "http://x.org/", "--user-agent", "a"], "Did you mean '--agent'?"),
+        (["data", "collect", "--url", "http://x.org/"], "bmforge data collect URLS."),
+        (["collect", "http://x.org/"], "Did you mean 'data collect'?"),
+        (["tokenizer", "a.txt"], "Did you mean 'prepare'?"),
+        (["prepre", "a.txt"], "Did you mean 'prepare'?"),
     ):
         assert main(arguments) == 2
         assert advice in capsys.readouterr().err
@@ -82,11 +89,38 @@ def test_suggested_options_exist() -> None:
     """Each is an option of its command, or one of its arguments without a name."""
     words = list_words()
     for command, table in FOREIGN_OPTIONS.items():
-        options = set(words[(command, "*") if command == "train" else (command,)])
-        kind = EvaluateCommand if command == "evaluate" else COMMANDS[command].options
+        options = set(words[(command, "*") if command == "train" else tuple(command.split())])
+        name, _, subcommand = command.partition(" ")
+        kind = EvaluateCommand if command == "evaluate" else COMMANDS[name].options
+        kind = SUBCOMMANDS[subcommand][1] if subcommand else kind
         arguments = set() if kind is None else {name for name, _ in find_options(kind)}
         for known in table:
             assert f"--{known.partition(' ')[0]}" in options or known in arguments
+
+
+def test_suggested_commands_exist() -> None:
+    words = list_words()
+    for command, names in FOREIGN_COMMANDS.items():
+        *first, last = command.split()
+        assert last in words[tuple(first)]
+        assert not set(names.split()) & set(COMMANDS)
+
+
+def test_wrong_kinds_of_paths_have_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("page.html").write_text("<p>text</p>")
+    Path("tokenizer.json").write_text("{}")
+    for arguments, advice in (
+        (["data", "collect", "page.html", "--out", "o"], "bmforge prepare reads these"),
+        (["data", "collect", "www.x.org/a", "--out", "o"], "Pass https://www.x.org/a"),
+        (["prepare", "http://x.org/a", "--out", "o"], "'http://x.org/a' is a URL. Collect pages"),
+        (["prepare", "page.html", "--out", "o", "--tokenizer", "tokenizer.json"], "files: '.'."),
+    ):
+        assert main(arguments) == 2
+        assert advice in capsys.readouterr().err
+        assert not Path("o").exists()
 
 
 def test_planned_length_needs_a_budget() -> None:

@@ -7,10 +7,12 @@ import math
 import pickle
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from bmforge.compat import upstream
 from bmforge.compat.names import PAGES
 from bmforge.compat.upstream import UpstreamFinder, install, module_paths
 
@@ -86,3 +88,11 @@ def test_other_module_paths_stay_unknown() -> None:
         importlib.import_module("bmforge.compat.bmtrain.never_there")
     install()
     assert sum(isinstance(finder, UpstreamFinder) for finder in sys.meta_path) == 1
+
+
+def test_directory_without_files_does_not_hide_a_module(tmp_path: Path) -> None:
+    """An update in place leaves the directory of a package that is now a single file."""
+    (tmp_path / "prompts" / "__pycache__").mkdir(parents=True)
+    spec = UpstreamFinder().find_spec("bmforge.compat.openprompt.prompts", [str(tmp_path)])
+    assert spec is not None
+    assert isinstance(spec.loader, upstream._EmptyLoader)

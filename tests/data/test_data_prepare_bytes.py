@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import random
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from bmforge.data import PrepareConfig, prepare
+from bmforge.data import PrepareConfig, load_tokenizer, open_store, prepare
 from bmforge.errors import ConfigError, DataError
 
 # BLAKE2b of the files that the one-process form of `prepare` wrote for `write_corpus`.
@@ -143,3 +147,82 @@ def test_a_record_of_the_first_form_is_read(tmp_path: Path) -> None:
     (out / "prepared.toml").write_text(record.replace("format = 1", "format = 3"))
     with pytest.raises(DataError, match="format 3"):
         prepare(source, out, config)
+
+
+PIECES = (
+    *(
+        "word ",
+        "\u4e2d\u6587\u3002",
+        "a\r\nb",
+        "\x00",
+        "\ufeff",
+        "  \n",
+        "\n\n\n\n",
+        "e\u0301",
+        "\u2028",
+        "tail   ",
+    ),
+    *("\u3000\n", "\U0001f642", "\x85", "    indented ", "All men are equal before the law. "),
+)
+OPTIONS = ({}, {"repeated_paragraphs": 50}, {"near_duplicates": 0.7}, {"mask_private": True})
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_counts_are_those_of_the_decoded_texts(tmp_path: Path, seed: int) -> None:
+    """Few documents, so that one is cut in two; the blanks at the cut are in neither part."""
+    draw = random.Random(seed)
+    texts = ["".join(draw.choices(PIECES, k=draw.randint(4, 40))) for _ in range(1 + seed % 7)]
+    texts += [f"{texts[0]}\n\n{'The same long paragraph. ' * 4}\n\n{n} end" for n in range(2)]
+    lines = [json.dumps({"text": text, "license": "MIT"}) for text in texts]
+    broken = [json.dumps({"text": "half \ud800 a pair"}), '{"text": 3}']
+    (tmp_path / "a.jsonl").write_text("\r\n".join([*lines, *broken]) + "\n")
+    config = PrepareConfig(
+        vocab_size=300, skip_bad=True, validation_fraction=0.2, **OPTIONS[seed % len(OPTIONS)]
+    )
+    report = prepare(tmp_path / "a.jsonl", tmp_path / "out", config)
+    tokenizer, total = load_tokenizer(report.tokenizer_dir), 0
+    for prefix, count in (
+        (report.train_prefix, report.train),
+        (report.validation_prefix, report.validation),
+    ):
+        if prefix is not None:
+            store = open_store(prefix)
+            decoded = [
+                tokenizer.decode(store.tokens[a : b - 1].tolist()) for a, b in store.documents()
+            ]
+            text_bytes = sum(len(text.encode()) for text in decoded)
+            assert (count.documents, count.text_bytes) == (len(decoded), text_bytes)
+            total += text_bytes
+    assert report.summary is not None
+    assert report.funnel is not None
+    tables = (report.summary.licenses, report.summary.languages, report.summary.lengths)
+    tables += tuple(report.summary.origins.values())
+    for table in tables:
+        assert sum(counts[1] for counts in table.values()) == total
+    read = sum(len(text.encode()) for text in texts) + sum(map(len, broken)) + len("\r\n\n")
+    assert (report.funnel.read.documents, report.funnel.read.text_bytes) == (len(texts) + 2, read)
+    assert report.skipped == report.funnel.dropped["unreadable"].documents == 2
+    assert report.funnel.missing().documents == report.funnel.missing().text_bytes == 0
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("size", [5_000, 500_000])
+def test_lines_in_front_of_a_truncation_are_kept(tmp_path: Path, packing: str, size: int) -> None:
+    draw = random.Random(size)
+    lines = [json.dumps({"text": str(draw.random())}) + "\n" for _ in range(size // 30)]
+    path = tmp_path / f"a.jsonl.{packing}"
+    packed = {"gz": gzip, "bz2": bz2, "xz": lzma, "zst": zstandard}[packing].compress(
+        "".join(lines).encode()
+    )
+    path.write_bytes(packed[: -len(packed) // 8])
+    config = PrepareConfig(vocab_size=300, skip_bad=True, validation_fraction=0.0)
+    (tmp_path / "b.txt").write_text("a sound file")
+    report = prepare(tmp_path, tmp_path.parent / f"{tmp_path.name} out", config)
+    assert report.funnel is not None
+    lost = report.funnel.dropped["unreadable"]
+    assert lost.documents == 1
+    # A block of bzip2 has 900 kB, and zstd's has 128 kB, so a small file has no sound block.
+    if packing in ("gz", "xz") or (packing == "zst" and size > 1 << 18):
+        assert (lost.text_bytes, report.documents > len(lines) // 2) == (0, True)
+    else:
+        assert (lost.text_bytes, report.documents) == (len(packed) * 7 // 8, 1)

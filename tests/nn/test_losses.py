@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bmforge.errors import ShapeError
-from bmforge.nn import LMHead, linear_cross_entropy, losses
+from bmforge.nn import LMHead, linear_cross_entropy, losses, tiled_logits
 from bmforge.testing import assert_close
 
 V, D = 11, 6
@@ -255,7 +255,7 @@ def test_no_gradient_is_made_where_none_is_recorded(monkeypatch: pytest.MonkeyPa
     """Under `no_grad` a head that is trained costs what a frozen one does."""
     inputs, labels = make_inputs(8, torch.float32, True), make_labels(8, "some")
     added = []
-    monkeypatch.setattr(losses, "_add_product_", lambda *given, **_: added.append(given))
+    monkeypatch.setattr(tiled_logits, "_add_product_", lambda *given, **_: added.append(given))
     with torch.no_grad():
         linear_cross_entropy(inputs["hidden"], inputs["weight"], labels, inputs["bias"])
     assert not added

@@ -116,7 +116,7 @@ def test_a_model_of_another_tokenizer_is_refused(corpora, tmp_path):
 
 
 def test_directories_that_are_not_prepared_are_named(corpora, tmp_path):
-    with pytest.raises(DataError, match=rf"is inside a prepared directory. Give '{corpora[0]}'"):
+    with pytest.raises(DataError, match=rf"is inside a prepared directory. Pass '{corpora[0]}'"):
         train_prefix(str(Path(corpora[0]) / "train"))
     with pytest.raises(DataError, match="bmforge prepare"):
         train_prefix(str(tmp_path))

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "metadata": {"a": "b"}, "store": True, "prediction": {"type": "content", "content": "x"},
     "prompt_cache_options": {"ttl": "24h"},
     "cache_control": {"type": "ephemeral"}, "include": ["reasoning.encrypted_content"],
+    "cache_prompt": False,
 }  # fmt: skip
 # Default values of fields of vLLM's and llama.cpp's endpoints, as clients send them.
 DEFAULTS: dict[str, Any] = {

@@ -110,6 +110,75 @@ def test_answers_are_those_of_transformers(start: Any, vision: Engine, directory
         assert "".join(c.choices[0].delta.content or "" for c in stream) == wanted[0]
 
 
+def test_all_interfaces_read_the_same_images(start: Any, vision: Engine, directory: Path) -> None:
+    """Responses and Anthropic's messages have the answer and the tokens of the chat completion."""
+    urls = [uri(image, form) for image, form in zip(IMAGES, ("PNG", "JPEG"), strict=True)]
+    texts = "Which one, ", "or this?"
+    chat = said(texts[0], part(urls[0]), part(urls[1]), texts[1])
+    item = [
+        {"type": "input_text", "text": texts[0]},
+        *({"type": "input_image", "image_url": url, "detail": "auto"} for url in urls),
+        {"type": "input_text", "text": texts[1]},
+    ]
+    sources = [url.removeprefix("data:").split(";base64,") for url in urls]
+    block = [
+        {"type": "text", "text": texts[0]},
+        *(
+            {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+            for kind, data in sources
+        ),
+        {"type": "text", "text": texts[1]},
+    ]
+    with start(other=vision, place=directory) as server:
+
+        def post(path: str, **body: Any) -> dict[str, Any]:
+            body |= {"model": server.serving.name, "temperature": 0}
+            response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+            assert response.status_code == 200, response.text
+            answer: dict[str, Any] = response.json()
+            return answer
+
+        want = post("/v1/chat/completions", messages=chat, max_tokens=8)
+        counted = want["usage"]["prompt_tokens"]
+        response = post(
+            "/v1/responses", input=[{"role": "user", "content": item}], max_output_tokens=8
+        )
+        message = post("/v1/messages", messages=[{"role": "user", "content": block}], max_tokens=8)
+        text = want["choices"][0]["message"]["content"]
+        assert [p["text"] for o in response["output"] for p in o["content"]] == [text]
+        assert [b["text"] for b in message["content"]] == [text]
+        assert response["usage"]["input_tokens"] == message["usage"]["input_tokens"] == counted
+        body = {"model": server.serving.name, "messages": [{"role": "user", "content": block}]}
+        tokens = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body, timeout=60).json()
+        assert tokens["input_tokens"] == counted
+
+
+def test_refused_images_are_named_by_each_interface(
+    start: Any, vision: Engine, directory: Path
+) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    linked = {"type": "url", "url": "https://a.org/b.png"}
+    cases: list[tuple[str, dict[str, Any], str, str]] = [
+        ("responses", {"image_url": "https://a.org/b.png"}, "input", "not fetched"),
+        ("responses", {"image_url": "data:image/png;base64,AAAA"}, "input", "cannot be read"),
+        ("responses", {"file_id": "f"}, "input.0.content.0.image_url", "equired"),
+        ("messages", {"source": source}, "messages", "cannot be read"),
+        ("messages", {"source": linked}, "messages.0.content.0.source", "'base64'"),
+    ]
+    with start(other=vision, place=directory) as server:
+        for path, image, field, problem in cases:
+            kind = {"responses": "input_image", "messages": "image"}[path]
+            messages = [{"role": "user", "content": [{"type": kind, **image}]}]
+            body: dict[str, Any] = {"model": server.serving.name}
+            body |= {"input": messages} if path == "responses" else {"messages": messages}
+            body |= {} if path == "responses" else {"max_tokens": 2, "system": "a"}
+            response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+            assert response.status_code == 400, response.text
+            assert problem in response.text
+            assert field in response.text
+            assert "image_url.url" not in response.text
+
+
 def refusal(server: Any, messages: Any) -> dict[str, Any]:
     body = {"model": server.serving.name, "messages": messages, "max_tokens": 2}
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)

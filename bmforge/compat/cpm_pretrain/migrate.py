@@ -52,7 +52,7 @@ def migrate_text(text: str) -> Migrated:
             raise ConfigError(f"{program} has no recipe. Use {UNSUPPORTED[program]}.")
     if not starts:
         raise ConfigError(
-            f"the script starts none of {', '.join(programs)}. Give a start script of "
+            f"the script starts none of {', '.join(programs)}. Use a start script of "
             "CPM-Pretrain or CPM-Finetune, or one of its command lines."
         )
     words = shlex.split(starts[-1].replace("\x00", " "))

@@ -87,7 +87,7 @@ class ManualVerbalizer(nn.Module):
         if self.num_classes not in (None, len(rows)):
             raise ConfigError(
                 f"label_words has words for {len(rows)} classes, but there are {self.num_classes} "
-                "classes. Give words for every class."
+                "classes. Define words for every class."
             )
         if not self.prefix:
             rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]

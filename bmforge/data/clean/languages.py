@@ -15,7 +15,7 @@ from typing import Any
 
 from bmforge.data.clean.characters import HAN, replace_surrogates
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.script import detect_script
+from bmforge.data.clean.script import SCRIPTS, detect_script
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, MissingDependencyError, suggest
 
@@ -134,45 +134,76 @@ def languages_of_paragraphs(text: str) -> Iterator[tuple[str, Language]]:
             yield part, detect_language(part)
 
 
+def _split_tag(tag: str) -> tuple[str, str]:
+    """Return the language and the script of a tag such as ``"zh-Hant"``; the script may be "".
+
+    Raises:
+        ConfigError: the language or the script is unknown.
+    """
+    code, _, script = tag.replace("_", "-").partition("-")
+    code, script = code.lower(), script.capitalize()
+    if code not in KNOWN:
+        raise ConfigError(
+            f"unknown language: languages={tag!r} (known: ISO 639-1 codes such as en or zh, and "
+            "for languages without such a code ISO 639-3 codes such as "
+            f"yue).{suggest(code, sorted(KNOWN))}"
+        )
+    if script and script not in SCRIPTS:
+        raise ConfigError(
+            f"unknown script: languages={tag!r} (a language can be followed by a script: "
+            f"{', '.join(sorted(SCRIPTS))}). Countries are not detected: use zh-Hant, not zh-TW."
+        )
+    return code, script
+
+
+def _is_wanted(code: str, script: str, tags: tuple[str, ...]) -> bool:
+    """Return True if a tag has this language, and this script or none.
+
+    A Chinese text without characters that are only simplified or traditional (``"Hani"``) is both.
+    """
+    for wanted_code, wanted_script in map(_split_tag, tags):
+        is_both = script == "Hani" and wanted_script in ("Hans", "Hant")
+        if code == wanted_code and (wanted_script in ("", script) or is_both):
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class DetectLanguage:
     """A step that records the language and script of documents, and drops unwanted languages.
 
     Attributes:
-        languages: codes of the languages to keep; if empty, documents in all languages are kept.
+        languages: codes of the languages to keep, with a script if only texts in this script are
+            kept, such as ``"zh-Hant"``; if empty, documents in all languages are kept.
         min_score: smallest confidence of the detection, if `languages` is given.
 
     Raises:
-        ConfigError: a code is unknown.
+        ConfigError: a code or script is unknown.
     """
 
     languages: tuple[str, ...] = ()
     min_score: float = 0.5
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for an unknown language code."""
-        for code in self.languages:
-            if code not in KNOWN:
-                raise ConfigError(
-                    f"unknown language: languages={code!r} (known: ISO 639-1 codes such "
-                    "as en or zh, and for languages without such a code ISO 639-3 codes such as "
-                    f"yue).{suggest(code, sorted(KNOWN))}"
-                )
+        """Raise `ConfigError` for an unknown language or script."""
+        for tag in self.languages:
+            _split_tag(tag)
 
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may decide differently."""
-        return f"language=2 {self!r}"
+        return f"language=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its language recorded, or a `Drop` if it is unwanted."""
-        language = detect_language(document.text)
+        language, script = detect_language(document.text), detect_script(document.text)
         excerpt = cut_excerpt(document.text)
-        if self.languages and language.code not in self.languages:
-            return Drop("language", language.code, " ".join(self.languages), excerpt)
+        if self.languages and not _is_wanted(language.code, script, self.languages):
+            is_script = language.code in (code for code, _ in map(_split_tag, self.languages))
+            detected = f"{language.code}-{script}" if is_script else language.code
+            return Drop("language", detected, " ".join(self.languages), excerpt)
         if self.languages and language.score < self.min_score:
             return Drop("language_score", language.score, self.min_score, excerpt)
-        script = detect_script(document.text)
         scores = {**document.scores, "language": language.score}
         return replace(document, language=language.code, script=script, scores=scores)
 
@@ -203,7 +234,7 @@ class CutParagraphs:
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may cut a document differently."""
-        return f"paragraphs=2 {self!r}"
+        return f"paragraphs=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Remove paragraphs in other languages; return a `Drop` if no text is left."""
@@ -217,4 +248,6 @@ class CutParagraphs:
         if sum(c.isalpha() for c in part) < _FEW_LETTERS:
             return True
         language = detect_language(part)
-        return language.code in self.languages or language.score < _SURE
+        if language.score < _SURE:
+            return True
+        return _is_wanted(language.code, detect_script(part), self.languages)

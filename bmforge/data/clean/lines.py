@@ -2,7 +2,7 @@
 
 A line that consists entirely of such a notice is removed wherever it occurs. A line that only
 contains typical words of a notice may be an ordinary sentence: it is removed only at the top or
-bottom of a page, or next to another boilerplate line.
+bottom of a page, or next to another boilerplate line. Rows of Markdown tables are kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,25 @@ __all__ = ["BOILERPLATE", "drop_boilerplate", "join_wrapped_lines"]
 _LONGEST = 200  # characters; a longer line is never boilerplate
 _SEPARATORS = re.compile(r"\s*[|｜›»>·•/]\s*")
 _MENU_MARKS = re.compile("[|｜·•]")
+_SLASHES = re.compile(r"[^|｜›»>·•]*")  # no other separator than a slash
 _FIRST_ITEMS = re.compile(r"(?:home|start|index|main page|首页|主页|首頁|网站首页)$", re.I)
+# Entries that the menus of most sites have.
+_SITE_ITEMS = re.compile(
+    r"(?:home|homepage|main page|news|blog|about(?: us)?|contact(?: us)?|(?:my )?account|search"
+    r"|faqs?|help|support|shop|store|cart|log ?in|log ?out|sign (?:in|up|out)|register|subscribe"
+    r"|careers|jobs|press|site ?map|privacy(?: policy| notice)?"
+    r"|terms(?: (?:of|and|&) \w{3,10})?|cookies?(?: policy| settings)?|legal(?: notice)?|imprint"
+    r"|impressum|datenschutz|kontakt|disclaimer|advertise|feedback|accessibility|rss|facebook|twitter|instagram|youtube|linkedin"
+    r"|products|services|首[页頁]|主[页頁]|网站首页|登[录錄入]|注[册冊]|退出|关于(?:我们|本站)|關於我們"
+    r"|联系(?:我们|方式)|聯絡我們|网站地图|隐私(?:政策|声明)|使用条款|免责声明|版权声明|帮助(?:中心)?"
+    r"|友情链接|广告服务|加入(?:我们|收藏)|设为首页|招聘(?:信息)?|意见反馈|新闻(?:中心)?|产品(?:中心)?"
+    r"|服务|论坛|博客|购物车|会员中心|客服中心|搜索)$",
+    re.IGNORECASE,
+)
+_TABLE_RULE = re.compile(r"\s*\|?(?:\s*:?-{2,}:?\s*\|)+(?:\s*:?-{2,}:?\s*)?$")
 _ITEM = 24  # maximum length of a menu entry in characters
 _FEWEST_ITEMS = 4
+_FEWEST_SITE_ITEMS = 3
 _EDGE_LINES = 3  # lines that count as the top or bottom of a page
 _FEWEST_LINES = 5  # minimum lines of a page with a separate top and bottom
 _END = r"[\s。.!！>»|]*$"
@@ -68,6 +84,8 @@ def drop_boilerplate(text: str) -> str:
     grades = [_grade(line) for line in lines]
     if not any(grades):
         return text
+    for at in _table_rows(lines):
+        grades[at] = 0
     filled = [at for at, line in enumerate(lines) if line.strip()]
     dropped = {at for at in filled if grades[at] == _SURE}
     edges = _EDGE_LINES if len(filled) >= _FEWEST_LINES else 0
@@ -92,15 +110,46 @@ def _grade(line: str) -> int:
     return _grade_menu(line) or (_MAYBE if _WORDS.search(line) else 0)
 
 
+def _table_rows(lines: list[str]) -> set[int]:
+    """Return the indexes of the rows of Markdown tables: blocks of lines with "|" and a rule."""
+    rows: set[int] = set()
+    for at, line in enumerate(lines):
+        if "|" in line and _TABLE_RULE.match(line):
+            for step in (-1, 1):
+                row = at
+                while (
+                    0 <= row < len(lines) and "|" in lines[row] and (row == at or row not in rows)
+                ):
+                    rows.add(row)
+                    row += step
+    return rows
+
+
 def _grade_menu(line: str) -> int:
     """Classify a line of short items, which may be a menu, a breadcrumb trail, or a plain list."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
+    if len(items) < 2:
+        return 0
     is_short = all(len(item) <= _ITEM and not item.endswith(SENTENCE_ENDS) for item in items)
+    site_items = sum(bool(_SITE_ITEMS.match(item)) for item in items)
+    if is_short and site_items == len(items) >= _FEWEST_SITE_ITEMS:
+        return _SURE
+    has_slashes = _SLASHES.fullmatch(line) is not None
+    if has_slashes and "/ " not in line:  # a path of a file system, such as home/user/bin/a
+        return 0
     # Dates and fractions have the same separators, but no letters.
     worded = sum(any(map(str.isalpha, item)) for item in items)
-    if not is_short or len(items) < _FEWEST_ITEMS or worded < _FEWEST_ITEMS:
-        return 0
-    return _SURE if _MENU_MARKS.search(line) or _FIRST_ITEMS.match(items[0]) else _MAYBE
+    starts_at_home = bool(_FIRST_ITEMS.match(items[0]))
+    if is_short and worded >= _FEWEST_ITEMS:
+        if starts_at_home or (site_items and _MENU_MARKS.search(line)):
+            return _SURE
+        # Prose has slashes too: "tea / coffee / milk / water".
+        return _MAYBE if site_items or not has_slashes else 0
+    # The path of a page may be short, and end in its long title.
+    is_path = (
+        starts_at_home and site_items and len(items) > 2 and max(map(len, items[:-1])) <= _ITEM
+    )
+    return _MAYBE if is_path or (is_short and 2 * site_items > len(items)) else 0
 
 
 def join_wrapped_lines(text: str) -> str:

@@ -5,13 +5,14 @@ The mask depends on the kind alone: every e-mail address becomes the same ``<EMA
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from itertools import pairwise
 
+from bmforge.data.clean.addresses import ADDRESS, AddressContext, is_public_address
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, MissingDependencyError, suggest
@@ -41,6 +42,7 @@ class PrivateDataKind:
     """Detector of one kind of private data: a pattern, and a check of each match.
 
     Attributes:
+        pattern: pattern of the data; if its group ``value`` matches, only that group is masked.
         check: function that returns True for a valid match; None to accept all matches.
         meaning: description for users.
         sign: cheap pattern that matches every text with private data of this kind; the full
@@ -107,30 +109,26 @@ def is_us_ssn(number: str) -> bool:
 
     Source: SSA, 20 CFR 422.103: no area 000, 666 or 900 and above, no group 00, no serial 0000.
     """
-    match = re.search(r"(\d{3})[- ](\d{2})[- ](\d{4})", number)
-    if match is None:
-        return False
-    area, group, serial = match.groups()
+    digits = re.sub("[- ]", "", number)
+    area, group, serial = digits[:3], digits[3:5], digits[5:]
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
-def _is_public_address(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).is_global
-    except ValueError:
-        return False
-
-
 def _is_secret(text: str) -> bool:
-    """Return True if a value looks like a random secret, such as an API key.
+    """Return True if a value looks like a random secret, such as an API key, and not like a name.
 
     It must have two character classes (lower case, upper case, digits) and 8 distinct characters.
+    Without digits and a service's prefix, its case must change once in three letters, which it does
+    not in `AccessTokenName`.
     """
-    value = re.split(r"[:=\s'\"]+", text)[-1] or text
-    kinds = (str.islower, str.isupper, str.isdigit)
-    return sum(any(map(kind, value)) for kind in kinds) >= 2 and len(set(value)) >= 8
+    classes = sum(any(map(kind, text)) for kind in (str.islower, str.isupper, str.isdigit))
+    changes = sum(a.isupper() != b.isupper() for a, b in pairwise(text))
+    is_plain = not any(map(str.isdigit, text)) and not _KEY_PREFIX.match(text)
+    is_name = is_plain and 3 * changes < len(text)
+    return classes >= 2 and len(set(text)) >= 8 and not is_name
 
 
+_KEY_PREFIX = re.compile("(?:hf|npm|gh[pousr]|github|glpat|pypi|sk|rk|SG|AIza|ya29)[_.-]?")
 _LENGTHS = (
     "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 EE20 "
     "EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 "
@@ -139,14 +137,20 @@ _LENGTHS = (
     "UA29 VA22 VG24 XK20"
 )
 _IBAN_LENGTHS = {entry[:2]: int(entry[2:]) for entry in _LENGTHS.split()}
+_IBANS = "|".join(
+    rf"(?:{'|'.join(country for country in _IBAN_LENGTHS if _IBAN_LENGTHS[country] == length)})"
+    rf"\d{{2}}(?:[ -]?[A-Z0-9]){{{length - 4}}}"
+    for length in sorted(set(_IBAN_LENGTHS.values()))
+)
 _CITY = "京津沪渝冀豫云辽黑湘皖鲁新苏浙赣鄂桂甘晋蒙陕吉闽贵粤青藏川宁琼"
 # Matched in this order: a span matched by one kind is hidden from the later ones.
 KINDS = {
     "email": PrivateDataKind(
         re.compile(
-            r"(?<![A-Za-z0-9_])[A-Za-z0-9_][\w.+%'-]{0,63}@"
-            r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
-            r"(?:xn--[A-Za-z0-9-]{2,59}|[A-Za-z]{2,24})(?![A-Za-z0-9])",
+            r"(?<![A-Za-z0-9_])[A-Za-z0-9_][\w.+%'-]{0,63}@(?![1-4]x\.(?:png|jpe?g|gif|svg|webp))"
+            r"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
+            r"(?:xn--[A-Za-z0-9-]{2,59}|[A-Za-z]{2,24})(?![A-Za-z])"
+            r"|\[?\d{1,3}(?:\.\d{1,3}){3}(?!\d|\.\d)\]?)",
             re.ASCII,
         ),
         meaning="mail addresses",
@@ -161,7 +165,8 @@ KINDS = {
             r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}|ya29\.[\w-]{20,}"
             r"|sk-[A-Za-z0-9_-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}|AIza[0-9A-Za-z_-]{35}"
             r"|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})(?![A-Za-z0-9_-])"
-            r"|(?i:api[_-]?key|secret|token|passwd|password)['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9_/+-]{16,}"
+            r"|(?i:api[_-]?key|secret|token|passwd|password)['\"]?\s*[:=]\s*['\"]?"
+            r"(?P<value>[A-Za-z0-9_/+-]{16,})"
         ),
         lambda text: text.startswith(("-----", "xox", "eyJ", "dop_")) or _is_secret(text),
         "private keys, access keys of services, and passwords that look random",
@@ -173,7 +178,7 @@ KINDS = {
         re.compile("[0-9]{17}"),
     ),
     "iban": PrivateDataKind(
-        re.compile(r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?:[ -]?[A-Z0-9]{1,4}){3,8}(?![A-Za-z0-9])"),
+        re.compile(rf"(?<![A-Za-z0-9])(?:{_IBANS})(?![A-Za-z0-9])", re.ASCII),
         is_iban,
         "international bank account numbers (IBAN) with valid check digits",
         re.compile("[A-Z]{2}[0-9]{2}"),
@@ -182,7 +187,7 @@ KINDS = {
         re.compile(
             r"(?<![\d.,-])(?:3[47]\d{2}[ -]?\d{6}[ -]?\d{5}"
             r"|3(?:0[0-5]|[68]\d)\d[ -]?\d{6}[ -]?\d{4}"
-            r"|[2-6]\d{3}(?:[ -]?\d{4}){2}(?:[ -]?\d{1,7}))(?![\d.,-]*\d)",
+            r"|(?:[3-6]\d|2[2-7])\d{2}(?:[ -]?\d{4}){2}(?:[ -]?\d{1,7}))(?![\d.,-]*\d)",
             re.ASCII,
         ),
         is_bank_card,
@@ -190,25 +195,21 @@ KINDS = {
         re.compile("[0-9]{4}"),
     ),
     "ip": PrivateDataKind(
-        re.compile(
-            r"(?<![\w.])(?<![0-9A-Fa-f:]:)(?:::ffff:\d{1,3}(?:\.\d{1,3}){3}"
-            r"|(?:[0-9A-Fa-f]{1,4}:){2,7}(?::?[0-9A-Fa-f]{1,4}){1,7}|(?:[0-9A-Fa-f]{1,4}:){1,7}:(?!\w))"
-            r"(?![\w:]|\.\d)|(?<![A-Za-z0-9.])\d{1,3}(?:\.\d{1,3}){3}(?![A-Za-z0-9]|\.\d)",
-            re.ASCII,
-        ),
-        _is_public_address,
-        "public IPv4 and IPv6 addresses",
+        ADDRESS,
+        is_public_address,
+        "public IPv4 and IPv6 addresses, but no version or section numbers",
         re.compile(r"[0-9]\.[0-9]|:[0-9A-Fa-f]{0,4}:"),
     ),
     "ssn": PrivateDataKind(
         re.compile(
             r"(?<![\d.-])(?i:ssn|social security(?: number| no\.?)?)[\s:#.]{0,4}"
-            r"\d{3}[- ]\d{2}[- ]\d{4}(?![\d-]|\.\d)|(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)",
+            r"(?P<value>\d{3}[- ]?\d{2}[- ]?\d{4})(?![\d-]|\.\d)"
+            r"|(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)",
             re.ASCII,
         ),
         is_us_ssn,
         "US social security numbers in an issued range",
-        re.compile("[0-9]{2}[- ][0-9]{4}"),
+        re.compile("[0-9]{2}[- ]?[0-9]{4}"),
     ),
     "plate": PrivateDataKind(
         re.compile(
@@ -219,7 +220,7 @@ KINDS = {
     ),
     "phone": PrivateDataKind(
         re.compile(
-            r"(?<![\d.+-])(?:\+?86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}(?![\d-]*\d)"
+            r"(?<![\d.+-])(?:(?:\+|00)?86[ -]?)?1[3-9]\d[ -]?\d{4}[ -]?\d{4}(?![\d-]*\d)"
             r"|(?<![\d.-])(?:0\d{2,3}[- ]|[(（]0\d{2,3}[)）][- ]?)\d{7,8}(?!\d)"
             r"|(?<![\d.-])(?:400|800)-?\d{3}-?\d{4}(?!\d)",
             re.ASCII,
@@ -228,8 +229,16 @@ KINDS = {
         sign=re.compile("[0-9]{3}"),
     ),
 }
-# Full-width digits, signs and letters are common in Chinese; folding them keeps the offsets.
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+# Full-width characters (in Chinese), digits of other scripts, and the spaces and hyphens that
+# typesetters put into numbers become ASCII characters; the offsets stay the same.
+_FOLDED = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_FOLDED |= dict.fromkeys((0xA0, 0x2002, 0x2007, 0x2009, 0x202F, 0x3000), ord(" "))
+_FOLDED |= dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212), ord("-"))
+_FOLDED |= {
+    zero + digit: ord("0") + digit
+    for zero in (0x660, 0x6F0, 0x966, 0x9E6)  # Arabic, Persian, Devanagari, Bengali
+    for digit in range(10)
+}
 _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 
 
@@ -247,7 +256,7 @@ def find_private(
         MissingDependencyError: ``phonenumbers`` is not installed and something looks like a phone
             number.
     """
-    folded = text.translate(_FULL_WIDTH)
+    folded = text.translate(_FOLDED)
     starts: list[int] = []
     taken: list[Found] = []  # sorted, in parallel with `starts`
     for kind in kinds:
@@ -263,9 +272,13 @@ def find_private(
 def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[Found]:
     kind_rule = KINDS[kind]
     if kind_rule.sign is None or kind_rule.sign.search(text):
+        context = AddressContext(text) if kind == "ip" else None
         for match in kind_rule.pattern.finditer(text):
-            if kind_rule.check is None or kind_rule.check(match[0]):
-                yield Found(kind, *match.span())
+            group = "value" if match.groupdict().get("value") else 0
+            start, end = match.span(group)
+            is_valid = kind_rule.check is None or kind_rule.check(match[group])
+            if is_valid and (context is None or context.is_address(start, end)):
+                yield Found(kind, start, end)
     if kind == "phone" and _LIKE_PHONE.search(text) and ("+" in text or regions):
         yield from _find_phones(text, regions)
 
@@ -324,7 +337,7 @@ class MaskPrivate:
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may mask a text differently."""
-        return f"private=2 {self!r}"
+        return f"private=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the masked document, or a `Drop`, whose excerpt contains no private data."""

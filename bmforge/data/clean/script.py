@@ -10,7 +10,7 @@ from typing import Any
 from bmforge.data.clean.characters import HAN, HAN_RUN, replace_surrogates
 from bmforge.errors import ConfigError, MissingDependencyError
 
-__all__ = ["convert_chinese", "detect_script", "fold_width", "strip_invisible"]
+__all__ = ["SCRIPTS", "convert_chinese", "detect_script", "fold_width", "strip_invisible"]
 
 # ISO 15924 codes and patterns of their characters.
 _SCRIPTS = {
@@ -19,7 +19,7 @@ _SCRIPTS = {
     "Kana": "\u3041-\u30ff\uff66-\uff9f",
     "Hang": "\u1100-\u11ff\uac00-\ud7a3",
     "Cyrl": "\u0400-\u052f",
-    "Arab": "\u0600-\u06ff\u0750-\u077f",
+    "Arab": "\u0600-\u06ff\u0750-\u077f\u08a0-\u08ff\ufb50-\ufdff\ufe70-\ufefc",
     "Deva": "\u0900-\u097f",
     "Grek": "\u0370-\u03ff\u1f00-\u1fff",
     "Hebr": "\u0590-\u05ff",
@@ -33,7 +33,20 @@ _SCRIPTS = {
     "Khmr": "\u1780-\u17ff",
     "Mymr": "\u1000-\u109f",
     "Tibt": "\u0f00-\u0fff",
+    "Guru": "\u0a00-\u0a7f",
+    "Gujr": "\u0a80-\u0aff",
+    "Orya": "\u0b00-\u0b7f",
+    "Knda": "\u0c80-\u0cff",
+    "Mlym": "\u0d00-\u0d7f",
+    "Sinh": "\u0d80-\u0dff",
+    "Laoo": "\u0e80-\u0eff",
+    "Thaa": "\u0780-\u07bf",
+    "Syrc": "\u0700-\u074f",
+    "Mong": "\u1800-\u18af",
+    "Tfng": "\u2d30-\u2d7f",
 }
+# What `detect_script` returns.
+SCRIPTS = (*_SCRIPTS.keys() - {"Kana", "Hang"}, "Hans", "Hant", "Jpan", "Kore")
 _RUNS = {name: re.compile(f"[{characters}]+") for name, characters in _SCRIPTS.items()}
 _CONVERSIONS = {"Hans": "t2s", "Hant": "s2t"}
 _WIDE = {code: code - 0xFEE0 for code in (*range(0xFF10, 0xFF1A), *range(0xFF21, 0xFF3B))}

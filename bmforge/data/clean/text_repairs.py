@@ -47,7 +47,7 @@ class TidyText:
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may change a text differently."""
-        return f"tidy=3 {self!r}"
+        return f"tidy=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its text repaired, or a `Drop` if no text is left."""

@@ -115,6 +115,14 @@ def _check(config: CollectConfig) -> None:
             raise ConfigError(f"{name}={value} must be above 0.")
 
 
+def _advise(url: str) -> str:
+    if os.path.exists(url):
+        return " It is a file or directory; bmforge prepare reads these."
+    if re.fullmatch(r"[\w-]+(\.[\w-]+)+(:\d+)?(/.*)?", url):
+        return f" Pass https://{url} if this is its address."
+    return ""
+
+
 def clean_url(url: str) -> str:
     """Return a URL in canonical form: no fragment, lower-case host, no default port.
 
@@ -133,7 +141,7 @@ def clean_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise ConfigError(
             f"{url!r} is not the URL of a page (needed: http://HOST/PATH or https://HOST/PATH, "
-            "without a user name)."
+            f"without a user name).{_advise(url)}"
         )
     netloc = f"[{host}]" if ":" in host else host
     if port and port != {"http": 80, "https": 443}[parts.scheme]:

@@ -206,6 +206,7 @@ def _entries(
     entry = 0
     for piece in task.shard.pieces:
         records, source = _read_piece(piece, task.options), show_name(piece.path)
+        first = entry
         while True:
             if entry in blamed and blamed[entry].in_reading:
                 yield entry, source, Record("1", 0, _never)
@@ -217,13 +218,22 @@ def _entries(
             except DataError as error:
                 if not task.skip_bad:
                     raise
-                yield entry, source, fail("1", 0, error)
+                # The size of the lost end of a file is unknown.
+                is_whole = entry == first and piece.begin == 0 and piece.end < 0
+                yield entry, source, fail("1", _file_bytes(piece) if is_whole else 0, error)
                 entry += 1
                 break
             if record is None:
                 break
             yield entry, source, record
             entry += 1
+
+
+def _file_bytes(piece: FileRange) -> int:
+    try:
+        return os.stat(piece.path).st_size
+    except OSError:
+        return 0
 
 
 def _never() -> Document:

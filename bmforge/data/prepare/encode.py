@@ -178,8 +178,10 @@ def _sum_up(task: EncodeTask, prefixes: Sequence[Path | None]) -> tuple[Dropped,
             if text:
                 num_tokens += next(tokens[side])
                 columns[side].add(document, origin_of(document), _license(document))
-        is_cut = first + entry in spans
-        text_bytes = len(document.text.encode()) if is_cut else int(sizes["text_bytes"][entry])
+        # Cutting off repeats or the end for validation changes the size that stage one recorded.
+        is_cut = first + entry in spans or all(texts)
+        whole_bytes = int(sizes["text_bytes"][entry])
+        text_bytes = sum(len(text.encode()) for text in texts) if is_cut else whole_bytes
         summary.add_kept(document, text_bytes, num_tokens)
     for prefix, builder in zip(prefixes, columns, strict=True):
         if prefix is not None:

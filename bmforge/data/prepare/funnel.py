@@ -34,7 +34,8 @@ class Funnel:
     """Counts of documents read, kept, and dropped by each rule.
 
     Attributes:
-        read: all entries of the inputs; an unreadable entry counts with its raw bytes.
+        read: all entries of the inputs. An unreadable entry counts with its raw bytes, and the lost
+            end of a damaged file with 0.
         dropped: dict from the name of a rule to the documents and bytes that it dropped.
         changed: dict from the name of a step to the number of documents that it changed, and the
             total change of their lengths in characters.

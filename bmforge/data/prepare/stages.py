@@ -66,8 +66,8 @@ STAGES = (
     "tokenizer",
     "encode",
 )
-_VERSION = 5  # version of the stages' code; a new version invalidates all results
-_ENCODE_VERSION = 2
+_VERSION = 6  # version of the stages' code; a new version invalidates all results
+_ENCODE_VERSION = 3
 _SAMPLE_BYTES = 1 << 28  # bytes of text for tokenizer training, the step with the highest memory
 
 

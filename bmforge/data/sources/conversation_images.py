@@ -81,14 +81,14 @@ def _locate(source: Any, role: str, location: str, folder: Path) -> str:
     """Return a data URI, or the path of an existing file."""
     if not isinstance(source, str) or not source or role != "user":
         raise DataError(
-            f"{location} has an image in a message of the role {role!r}, or without a source. Give "
+            f"{location} has an image in a message of the role {role!r}, or without a source. Use "
             "images in messages of the user, as {'type': 'image', 'image': FILE}."
         )
     if source.startswith("data:"):
         return source
     if not (folder / source).is_file():
         raise DataError(
-            f"{location}: the image file {str(folder / source)!r} does not exist. Give data URIs, "
+            f"{location}: the image file {str(folder / source)!r} does not exist. Use data URIs, "
             "or paths relative to the data file. URLs are not fetched."
         )
     return str(folder / source)

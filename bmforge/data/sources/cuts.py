@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -136,7 +137,8 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
     except ImportError:
         return Parts()
     try:
-        metadata = pyarrow.parquet.read_metadata(path)
+        with path.open("rb") as file:  # pyarrow needs names in UTF-8
+            metadata = pyarrow.parquet.read_metadata(file)
     except (OSError, pyarrow.lib.ArrowException):
         return Parts()
     cuts, rows, part_bytes, size_bytes = [], 0, 0, 0
@@ -151,7 +153,7 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
 
 
 def read_part(
-    stream: BinaryIO, path: Path, options: ReadOptions, begin: int, end: int, line: int
+    stream: BinaryIO, path: Path, options: ReadOptions, begin: int, where: Where
 ) -> Iterator[Record]:
     """Yield the records in a range of a file.
 
@@ -159,16 +161,15 @@ def read_part(
         stream: stream of the whole file.
         path: path of the file.
         options: reader options.
-        begin, end: range in decompressed bytes, rows, or member positions.
-        line: number of the first line, row or member.
+        begin: start of the range in decompressed bytes, rows, or member positions.
+        where: location, with the end of the range and the number of its first line, row or member.
     """
     how = how_to_cut(path)
     if how == "members":
-        where = Where(str(path), "", end, line)
         yield from read_members(stream, _kind(path), where, options, begin)
         return
     if how == "rows":
-        yield from read_parquet(stream, Where(str(path), "", end, line), options)
+        yield from read_parquet(stream, where, options)
         return
     if how == "packed":
         head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
@@ -179,8 +180,8 @@ def read_part(
         stream.seek(begin)
     else:
         _skip(stream, begin)
-    encoding = detected if detected != "utf-8" else ""
-    yield from read_jsonl(stream, Where(str(path), "", end, line, encoding), options)
+    where = replace(where, encoding=detected if detected != "utf-8" else "")
+    yield from read_jsonl(stream, where, options)
 
 
 def _peek(stream: BinaryIO) -> bytes:

@@ -148,7 +148,7 @@ def check_encoding(name: str) -> None:
         "a".encode(name or "utf-8")
     except LookupError as error:
         raise ConfigError(
-            f"unknown encoding: encoding={name!r}. Give a name such as cp1252, gb18030 or koi8-r."
+            f"unknown encoding: encoding={name!r}. Use a name such as cp1252, gb18030 or koi8-r."
         ) from error
 
 

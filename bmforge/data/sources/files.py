@@ -127,6 +127,12 @@ def list_files(
         raise DataError("the list of inputs is empty. Pass at least one file or directory.")
     files: list[Path] = []
     for path in map(Path, named):
+        if str(path).startswith(("http:/", "https:/")) and not path.exists():
+            url = str(path).replace(":/", "://", 1)  # a Path has no double slashes
+            raise DataError(
+                f"input {url!r} is a URL. Collect pages with bmforge data collect {url} --out "
+                "DIRECTORY, or download the file, and pass the result."
+            )
         refuse_pipe(path)
         if path.is_dir():
             files += _walk(path, [] if unread is None else unread)
@@ -211,13 +217,13 @@ def read_records(
     """
     try:
         with path.open("rb") as stream:
-            if begin:
-                yield from read_part(stream, path, options, begin, end, line)
-                return
             # Limit files unpacked in memory, as a decompression bomb could exhaust it.
             budget = min(max(_LEAST_BUDGET, _HIGHEST_RATIO * path.stat().st_size), _MOST_BUDGET)
-            where = Where(show_name(str(path)), end=end, budget_bytes=budget)
-            yield from read_stream(stream, path.name, where, options)
+            where = Where(show_name(str(path)), end=end, line=line, budget_bytes=budget)
+            if begin:
+                yield from read_part(stream, path, options, begin, where)
+            else:
+                yield from read_stream(stream, path.name, where, options)
     except BmforgeError:
         raise
     except Exception as error:  # a parser may stumble over a damaged file in any way

@@ -43,7 +43,7 @@ __all__ = ["SOURCES", "FormatReader", "kind_of", "read_stream"]
 
 _HEAD_BYTES = 1024
 _COUNT_BYTES = 1 << 20
-_DEEPEST = 4  # maximum nesting of archives
+_DEEPEST = 6  # maximum nesting of archives and compressions; a .tar.gz has both
 _TAR_MAGIC = 257, b"ustar"
 
 
@@ -147,7 +147,7 @@ def read_stream(
     kind = kind_of(head, name)
     if packing and (kind == "" or SOURCES[kind].unpacks != packing):
         if depth >= _DEEPEST:
-            yield drop_member(where, "archive_depth", depth, _DEEPEST)
+            yield drop_member(where, "archive_depth", depth, _DEEPEST, _count_bytes(stream))
             return
         budget = where.budget_bytes if depth else 0
         inner = unpack(stream, packing, str(where), budget)
@@ -174,7 +174,7 @@ def read_stream(
         yield from source.read(stream, where, options)
         return
     if depth >= _DEEPEST:
-        yield drop_member(where, "archive_depth", depth, _DEEPEST)
+        yield drop_member(where, "archive_depth", depth, _DEEPEST, _count_bytes(stream))
         return
     yield from _read_members(stream, source, where, options, depth)
 
@@ -191,15 +191,19 @@ def _read_members(
         shown = show_name(member)
         inside = f"{where.inside}/{shown}" if where.inside else shown
         member_where = Where(where.source, inside, budget_bytes=where.budget_bytes)
+        size_bytes = content.seek(0, io.SEEK_END)
+        content.seek(0)
         try:
-            yield from read_stream(content, member, member_where, options, depth + 1)
+            for record in read_stream(content, member, member_where, options, depth + 1):
+                size_bytes = 0  # the size of what follows this record is unknown
+                yield record
         except DataError as error:
-            yield fail(member_where.whole(), 0, error)
+            yield fail(member_where.whole(), size_bytes, error)
         except BmforgeError:
             raise
         except Exception as error:  # a parser may stumble over a damaged member in any way
             failure = DataError(f"{member_where} cannot be read ({type(error).__name__}: {error}).")
-            yield fail(member_where.whole(), 0, failure)
+            yield fail(member_where.whole(), size_bytes, failure)
 
 
 def _count_bytes(stream: BinaryIO) -> int:

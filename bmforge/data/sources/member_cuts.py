@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +83,5 @@ def read_members(
         return
     stream.seek(begin)
     if kind == "tar":  # offsets of a tar stream count from where it is opened
-        end = where.end - begin if where.end >= 0 else -1
-        where = Where(where.source, where.inside, end, where.line)
+        where = replace(where, end=where.end - begin if where.end >= 0 else -1)
     yield from read_stream(stream, name, where, options)

@@ -57,7 +57,7 @@ def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> Bi
     elif packing == ".xz":
         raw = lzma.LZMAFile(stream)  # noqa: SIM115
     else:
-        raw = _ZstdReader(stream, name)
+        raw = io.BufferedReader(_ZstdReader(stream, name))
     return io.BufferedReader(_Guarded(raw, stream, most_bytes), _CHUNK_BYTES)  # type: ignore[return-value]
 
 
@@ -87,7 +87,8 @@ class _Guarded(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer` with decompressed bytes; return 0 at the end."""
         try:
-            data = self._unpacked.read(len(buffer))
+            # Unlike read, read1 returns the data in front of a truncation before it raises.
+            data = self._unpacked.read1(len(buffer))
         except lzma.LZMAError as error:
             raise OSError(f"the xz data are damaged ({error})") from error
         buffer[: len(data)] = data

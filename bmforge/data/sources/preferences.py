@@ -184,7 +184,7 @@ def _split_messages(
     if not prompt or not all(m[end]["role"] == "assistant" for m in (chosen, rejected)):
         raise DataError(
             f"{location}: 'chosen' and 'rejected' have no common messages before the answer of "
-            "the assistant. Give the messages before the answers as 'prompt'."
+            "the assistant. Pass the messages before the answers as 'prompt'."
         )
     return prompt, chosen[end:], rejected[end:]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmforge.nn.triton_kernels import load_triton
 from bmforge.shards import is_streamed
 
 __all__ = ["Changes"]
@@ -76,6 +77,7 @@ def _snapshot(
     """
     facts: list[Any] = []
     sums: dict[torch.device, list[Tensor]] = {}
+    hashed: dict[torch.device, list[tuple[Tensor, int]]] = {}
     left = [model]
     while left:
         module = left.pop()
@@ -95,28 +97,38 @@ def _snapshot(
                 if type(tensor) in _PLACED and not is_streamed(tensor) and not tensor.is_meta:
                     facts.append(tensor.data_ptr())
                     is_sampled = not is_shared and not tensor.requires_grad
-                    total = _checksum(tensor.detach(), is_sampled, factors)
-                    sums.setdefault(tensor.device, []).append(total)
+                    step = _step(tensor, is_sampled)
+                    if tensor.is_contiguous() and load_triton(tensor.device) is not None:
+                        hashed.setdefault(tensor.device, []).append((tensor, step))
+                    else:
+                        total = _checksum(tensor.detach(), step, factors)
+                        sums.setdefault(tensor.device, []).append(total)
         left += [child for child in module._modules.values() if child is not None]
+    for device, pairs in hashed.items():
+        kernels: Any = load_triton(device)
+        tensors, steps = zip(*(pair for pair in pairs if pair[0].numel()), strict=True)
+        sums.setdefault(device, []).append(kernels.checksum(tensors, steps))
     for totals in sums.values():  # one wait for each device
         facts += torch.stack(totals).tolist()
     return facts
 
 
-def _checksum(
-    tensor: Tensor, is_sampled: bool, factors: dict[tuple[int, torch.device], Tensor]
-) -> Tensor:
+def _step(tensor: Tensor, is_sampled: bool) -> int:
+    """Return the distance of the elements that a checksum reads.
+
+    It is odd, so that samples are not all from the same column.
+    """
+    return max(1, tensor.numel() // _SAMPLES) | 1 if is_sampled else 1
+
+
+def _checksum(tensor: Tensor, step: int, factors: dict[tuple[int, torch.device], Tensor]) -> Tensor:
     """Return a linear hash of a tensor's bytes modulo 2**64, with a weight per position.
 
     The weight of word (i, j) in rows of `_COLUMNS` words is r_i + c_j with random r and c. The hash
     therefore needs only sums over rows and columns, and also detects swapped neurons. r is even
     and c odd, so every weight is odd and no change of a single word is multiplied to zero.
     """
-    data = tensor.reshape(-1)
-    if is_sampled:
-        # An odd stride, so that samples are not all from the same column.
-        data = data[:: max(1, data.numel() // _SAMPLES) | 1]
-    data = data.contiguous().view(torch.uint8)
+    data = tensor.reshape(-1)[::step].contiguous().view(torch.uint8)
     if data.data_ptr() % 8:
         data = data.clone()
     num_words = data.numel() // 8

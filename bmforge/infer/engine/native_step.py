@@ -182,10 +182,9 @@ class NativeStep:
 
     def knows(self, layers: nn.ModuleDict) -> bool:
         """Return True if all blocks, in their current state, can run in the C++ step."""
-        if load_step() is None:
-            return False
         self._read(layers)
-        return all(segment.layers for segment in self._segments)
+        # Compiled only for blocks that can use it: on an accelerator there are none.
+        return all(segment.layers for segment in self._segments) and load_step() is not None
 
     def adapts(self, layers: nn.ModuleDict, parts: Collection[nn.Module]) -> bool:
         """Return True if all blocks run in the C++ step and `parts` are their LoRA modules.

@@ -17,8 +17,9 @@ from bmforge.infer.engine.step_tables import (
     TablesOnDevice,
 )
 from bmforge.nn.attention import RunBlocks, build_mask
-from bmforge.nn.device_kernels import attend_pages, store_in_pages_
+from bmforge.nn.device_kernels import attend_pages, rotate_and_store_, store_in_pages_
 from bmforge.nn.plain_products import quantize_activations
+from bmforge.nn.position import apply_rope
 
 __all__ = ["PAGE_TOKENS", "PagedCache", "StepRow"]
 
@@ -89,6 +90,30 @@ class PagedCache:
         """
         return self._scales.get(layer)
 
+    def _rotate_and_store(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rope: tuple[Tensor, Tensor, bool],
+    ) -> Tensor:
+        """Write rotated keys, and values, of the step's tokens to pages; return rotated queries.
+
+        Shape:
+            query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
+        """
+        if layer not in self._scales:
+            new = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+            on_device = self._tables_at(query.device)
+            slots = on_device.pages, on_device.offsets
+            rotated = rotate_and_store_(new, rope, self._pairs[layer], *slots)
+            if rotated is not None:
+                return rotated.transpose(0, 1)[None]
+        query, key = (apply_rope(t, rope[:2], rope[2]) for t in (query, key))
+        self._store(layer, key[0], value[0])
+        return query
+
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values of the step's tokens, (K, T, H) each, to pages."""
         on_device = self._tables_at(key.device)
@@ -118,6 +143,7 @@ class PagedCache:
         key: Tensor,
         value: Tensor,
         scale: float | None = None,
+        rope: tuple[Tensor, Tensor, bool] | None = None,
     ) -> Tensor:
         """Store the step's keys and values, and compute attention per sequence.
 
@@ -130,13 +156,18 @@ class PagedCache:
             value: values of the step's tokens.
             scale: factor on the scores if `mix` is standard softmax attention, which accelerators
                 then compute for all sequences at once; if None, `mix` is called for each sequence.
+            rope: cos, sin and whether pairs are interleaved (see `apply_rope`), if the queries and
+                keys are not yet rotated.
 
         Shape:
             query: (1, N, T, H); key, value: (1, K, T, H); returns (1, N, T, H)
         """
         device = query.device
         self.hold(layer, key.shape[1], key.shape[3], device)
-        self._store(layer, key[0], value[0])
+        if rope is None:
+            self._store(layer, key[0], value[0])
+        else:
+            query = self._rotate_and_store(layer, query, key, value, rope)
         on_device = self._tables_at(device)
         few, tables, ends = on_device.few, on_device.page_tables, on_device.ends
         if scale is None or few is None or tables is None or ends is None:

@@ -79,7 +79,7 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
     has_form = is_span or traits.objective == "hidden tokens"
     ids = tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt)
     if not ids or not prompt:
-        raise ConfigError("the prompt is empty. Give --prompt TEXT, or pipe a text to the command.")
+        raise ConfigError("the prompt is empty. Pass --prompt TEXT, or pipe a text to the command.")
     options = _complete(options, (traits.objective, traits.tokenizer))
     if options.get("eos_token_id") is None:
         options["eos_token_id"] = find_end_tokens(model.config, tokenizer)
@@ -208,7 +208,7 @@ def answer_document(
 ) -> str:
     """Return the continuation of a text, generated as the answer of a CPM-Bee document."""
     if not prompt.strip():
-        raise ConfigError("the prompt is empty. Give --prompt TEXT, or pipe a text to the command.")
+        raise ConfigError("the prompt is empty. Pass --prompt TEXT, or pipe a text to the command.")
     document = {"input": tokenizer.escape(prompt), "prompt": _CONTINUE, "<ans>": ""}
     (filled,) = fill_each(model, tokenizer, [document], **options)
     if isinstance(filled, DataError):

@@ -12,10 +12,10 @@ __all__ = ["attend_pages", "join_parts"]
 # Without specialization Triton does not compile the kernel again for widths that 16 divides.
 @jit(do_not_specialize=["width"])
 def attend_pages(
-    query, keys, values, key_scales, value_scales, tables, ends, part, stats, scale, width,
+    query, keys, values, key_scales, value_scales, tables, ends, part, stats, out, scale, width,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
     PART: tl.constexpr, WINDOW: tl.constexpr, IS_INT8: tl.constexpr, S: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of one token's queries, for one KV head, to PART tokens of its pages.
 
@@ -29,6 +29,8 @@ def attend_pages(
         ends: number of tokens that each query attends to, (rows,) int32.
         part: unnormalized result, (rows, K, parts, BR, H) fp32.
         stats: maximum and sum of the weights, (rows, K, parts, BR, 2) fp32.
+        out: result, (rows, K * GROUP, H); only written if IS_ONE, instead of `part` and `stats`.
+        IS_ONE: there is one part.
     """
     row, head, number = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.load(ends + row)
@@ -68,10 +70,14 @@ def attend_pages(
         added = tl.dot(weight.to(q.dtype), v, input_precision="ieee")
         mixed = mixed * fade[:, None] + added
         most = raised
-    at_part = ((row * K + head) * tl.num_programs(2) + number) * BR + r
-    tl.store(part + at_part[:, None] * H + h[None, :], mixed, mask=in_head[None, :])
-    tl.store(stats + at_part * 2, most)
-    tl.store(stats + at_part * 2 + 1, total)
+    if IS_ONE:
+        result = (mixed / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + address, result, mask=(r < GROUP)[:, None] & in_head[None, :])
+    else:
+        at_part = ((row * K + head) * tl.num_programs(2) + number) * BR + r
+        tl.store(part + at_part[:, None] * H + h[None, :], mixed, mask=in_head[None, :])
+        tl.store(stats + at_part * 2, most)
+        tl.store(stats + at_part * 2 + 1, total)
 
 
 @jit(do_not_specialize=["parts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bmforge.batch import IGNORE_INDEX
 from bmforge.device import device_name, triton_features
 from bmforge.native import say_once
 from bmforge.nn.packing import (
@@ -25,7 +27,7 @@ from bmforge.nn.plain_rows import plain_rotate
 if TYPE_CHECKING:
     from bmforge.nn.triton_kernels.launch import TritonKernels
 
-__all__ = ["find_difference", "load_triton"]
+__all__ = ["find_difference", "find_loss_difference", "load_loss_kernels", "load_triton"]
 
 _SPECS = (
     QuantSpec(8, 32),
@@ -58,11 +60,36 @@ def load_triton(device: torch.device) -> TritonKernels | None:
 
     has_dot4, has_tensor_cores = features
     kernels = TritonKernels(emulates=not has_dot4, has_tensor_cores=has_tensor_cores)
-    difference = find_difference(kernels, device)
+    return _checked(kernels, device, find_difference, "quantized products and paged attention")
+
+
+@cache
+def load_loss_kernels(device: torch.device) -> TritonKernels | None:
+    """Return the Triton kernels for the loss; None if torch computes it.
+
+    Unlike `load_triton` it compiles and checks the loss only, in about a second.
+    """
+    features = triton_features(device)
+    if features is None or find_spec("triton") is None:
+        return None
+    from bmforge.nn.triton_kernels.launch import TritonKernels
+
+    kernels = TritonKernels(emulates=not features[0], has_tensor_cores=features[1])
+    return _checked(kernels, device, find_loss_difference, "the loss")
+
+
+def _checked(
+    kernels: TritonKernels,
+    device: torch.device,
+    find: Callable[[TritonKernels, torch.device], str],
+    task: str,
+) -> TritonKernels | None:
+    """Return the kernels if `find` finds no difference; otherwise warn and return None."""
+    difference = find(kernels, device)
     if difference:
         say_once(
-            f"the Triton kernels are not used on {device_name(device)}: {difference}. Torch "
-            "computes instead, many times slower. Try another version of Triton."
+            f"the Triton kernels for {task} are not used on {device_name(device)}: {difference}. "
+            "Torch computes instead, much slower. Try another version of Triton."
         )
         return None
     return kernels
@@ -77,14 +104,28 @@ def find_difference(kernels: TritonKernels, device: torch.device) -> str:
         kernels: kernels to check.
         device: device that runs the kernels.
     """
+    comparisons = [
+        _compare_products,
+        _compare_joint_products,
+        _compare_norm,
+        _compare_heads,
+        _compare_attention,
+    ]
+    return _first_difference(comparisons, kernels, device)
+
+
+def find_loss_difference(kernels: TritonKernels, device: torch.device) -> str:
+    """Return how the loss differs from the CPU's; see `find_difference`."""
+    return _first_difference([_compare_loss], kernels, device)
+
+
+def _first_difference(
+    comparisons: Iterable[Callable[[TritonKernels, torch.device], str]],
+    kernels: TritonKernels,
+    device: torch.device,
+) -> str:
     try:
-        for spec in _SPECS:
-            if difference := _compare_products(kernels, device, spec):
-                return difference
-        for compare in (_compare_norm, _compare_heads, _compare_attention):
-            if difference := compare(kernels, device):
-                return difference
-        return ""
+        return next(filter(None, (compare(kernels, device) for compare in comparisons)), "")
     except Exception as error:  # the compiler's and the driver's errors have no common class
         return f"a kernel failed ({type(error).__name__}: {error})".splitlines()[0]
 
@@ -93,7 +134,11 @@ def _random() -> partial[Tensor]:
     return partial(torch.randn, generator=torch.Generator().manual_seed(0))
 
 
-def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
+def _compare_products(kernels: TritonKernels, device: torch.device) -> str:
+    return next(filter(None, (_compare_product(kernels, device, spec) for spec in _SPECS)), "")
+
+
+def _compare_product(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
     draw, rows, columns = _random(), 37, 384
     matrix = pack_matrix(quantize_groups(draw(rows, columns), spec), spec)
     x, bias = draw(_TOKENS[-1], columns) * torch.logspace(-4, 4, _TOKENS[-1])[:, None], draw(rows)
@@ -107,6 +152,30 @@ def _compare_products(kernels: TritonKernels, device: torch.device, spec: QuantS
     got = kernels.dequantize(device_matrix, rows, spec, torch.float32).cpu()
     same = torch.equal(got, unpack_matrix(matrix, rows, spec))
     return "" if same else f"the dequantized {name} differs from the CPU's result"
+
+
+def _compare_joint_products(kernels: TritonKernels, device: torch.device) -> str:
+    """Compare the products of several matrices, and of a quantized norm, with separate kernels."""
+    draw, spec, heights = _random(), QuantSpec(4, 32), (37, 37, 16)
+    matrices = [pack_matrix(quantize_groups(draw(rows, 384), spec), spec) for rows in heights]
+    factors = [
+        (PackedMatrix(m.packed.to(device), m.scales.to(device), None), rows, None)
+        for m, rows in zip(matrices, heights, strict=True)
+    ]
+    x, weight = draw(1, 384).to(device), draw(384).to(device)
+    normed = kernels.add_rms_norm(x, None, weight, 1e-5)[1]
+    quantized = kernels.quantize_norm(x, None, weight, 1e-5, 32)[1:]
+    got = kernels.multiply_quantized(quantized, factors, spec, x.dtype)
+    want = [
+        multiply_plain(normed.cpu(), matrix, rows, spec, None)
+        for matrix, rows in zip(matrices, heights, strict=True)
+    ]
+    same = all(torch.equal(left.cpu(), right) for left, right in zip(got, want, strict=True))
+    gated = kernels.quantize(got[0][:, :32].contiguous(), 32, got[1][:, :32].contiguous())
+    want_gated = kernels.multiply_by_silu(got[0], got[1])[:, :32].contiguous()
+    pairs = zip(gated, kernels.quantize(want_gated, 32), strict=True)
+    same = same and all(torch.equal(left, right) for left, right in pairs)
+    return "" if same else "the product of several matrices differs from the CPU's result"
 
 
 def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
@@ -140,6 +209,17 @@ def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
         pages[slots[0], :, slots[1]] = new
         if not torch.equal(got.cpu(), pages):
             return "the pages of the KV cache differ from the CPU's"
+    query, new = x.to(device), (other.to(device), x.to(device))
+    rope, places = (
+        (cos.to(device), sin.to(device), False),
+        (slots[0].to(device), slots[1].to(device)),
+    )
+    rotated = kernels.rotate_and_store((query, *new), rope, written, places)
+    stored[0][slots[0], :, slots[1]] = plain_rotate(other, cos[:, None], sin[:, None], False)
+    stored[1][slots[0], :, slots[1]] = x
+    same = torch.equal(rotated, kernels.rotate(query, *rope))
+    if not (same and all(torch.equal(w.cpu(), s) for w, s in zip(written, stored, strict=True))):
+        return "rotated heads in the KV cache differ from the CPU's"
     got, want = kernels.multiply_by_silu(x.to(device), other.to(device)).cpu(), F.silu(x) * other
     return "" if torch.allclose(got, want) else "the SiLU gate differs from the CPU's result"
 
@@ -166,3 +246,17 @@ def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
         want.append((weights @ v)[:, 0])
     same = torch.allclose(got.cpu(), torch.stack(want), rtol=1e-4, atol=1e-5)
     return "" if same else "paged attention differs from the CPU's result"
+
+
+def _compare_loss(kernels: TritonKernels, device: torch.device) -> str:
+    logits, labels = _random()(3, 5000), torch.tensor([0, 4999, IGNORE_INDEX])
+    want = logits.clone().requires_grad_()
+    with torch.enable_grad():  # the first call comes from a forward pass without gradients
+        losses = F.cross_entropy(want, labels, reduction="none", ignore_index=IGNORE_INDEX)
+        losses.sum().backward()
+    tile = logits.to(device)
+    got = kernels.cross_entropy_(tile, labels.to(device), None, has_gradient=True)
+    same = torch.allclose(got.cpu(), losses, atol=1e-5)
+    assert want.grad is not None
+    same = same and torch.allclose(tile.cpu(), want.grad, atol=1e-6)
+    return "" if same else "the loss differs from the CPU's"

@@ -7,7 +7,7 @@ results. Fused multiply-add must be off when the kernels are launched.
 
 from bmforge.nn.triton_kernels.language import jit, tl
 
-__all__ = ["multiply_few", "multiply_tiles", "multiply_wide_groups"]
+__all__ = ["dequantize", "multiply_few", "multiply_tiles", "multiply_wide_groups"]
 
 
 @jit
@@ -103,44 +103,40 @@ def load_inside(address, inside, EVEN: tl.constexpr):
 
 
 @jit
-def load_scales(scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr):
-    """Load the scales of C groups of a panel, (C, 16) in fp32.
+def load_scales(
+    scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+    Q: tl.constexpr, end, FULL: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of C groups of Q panels from `panel` on, (C, Q * 16) in fp32.
 
     Args:
         PAIRS: scales are fp16, passed as 32-bit words with two scales each. Loads below four bytes
             per thread are not asynchronous, so every iteration of the loop would wait for them.
+        end: number of panels; scales of later ones are 0.
+        FULL: `end` is a multiple of Q.
     """
-    address = panel * GROUPS + g
-    inside = (g < GROUPS)[:, None]
-    EVEN: tl.constexpr = GROUPS % C == 0
+    EVEN: tl.constexpr = GROUPS % C == 0 and FULL
+    W: tl.constexpr = 8 if PAIRS else 16  # words of a panel
+    word = tl.arange(0, Q * W)
+    of_panel = panel + word // W
+    address = (of_panel[None, :] * GROUPS + g[:, None]) * W + (word % W)[None, :]
+    read = load_inside(scales + address, (g < GROUPS)[:, None] & (of_panel < end)[None, :], EVEN)
     if PAIRS:
-        two = load_inside(scales + address[:, None] * 8 + tl.arange(0, 8)[None, :], inside, EVEN)
-        low = (two & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-        high = (two >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        return tl.reshape(tl.join(low, high), (C, 16)).to(tl.float32)
-    else:
-        return load_inside(scales + address[:, None] * 16 + tl.arange(0, 16)[None, :], inside, EVEN)
-
-
-@jit
-def store_rows(out, bias, total, t, tokens, panel, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Add the bias to total (T, 16) and store it in the dtype of the output (tokens, N)."""
-    row = panel * 16 + tl.arange(0, 16)
-    if HAS_BIAS:
-        total = total + tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
-    inside = (t < tokens)[:, None] & (row < N)[None, :]
-    address = out + t.to(tl.int64)[:, None] * N + row[None, :]
-    tl.store(address, total.to(out.dtype.element_ty), mask=inside)
+        low = (read & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (read >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        read = tl.reshape(tl.join(low, high), (C, Q * 16)).to(tl.float32)
+    return read
 
 
 @jit
 def multiply_few(
-    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
-    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
-    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
-    STAGES: tl.constexpr, C: tl.constexpr,
+    packed, scales, minima, values, value_scales, sums, panel, at,
+    K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
+    PAIRS: tl.constexpr, EMULATE: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Multiply T tokens by one panel of 16 rows with dp4a; each iteration multiplies C groups.
+
+    Returns (T, 16) in fp32.
 
     Args:
         packed: (panels, blocks, 16) int32 words.
@@ -149,43 +145,37 @@ def multiply_few(
         values: quantized activations, (tokens, K / 4) int32 words.
         value_scales: scales of the activations, (tokens, groups) fp32.
         sums: sums of the activations by group, (tokens, groups) int32.
-        bias: (N,); not read unless HAS_BIAS.
-        out: (tokens, N).
+        panel: index of the panel.
+        at: indices of the tokens, (T,).
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
     EVEN: tl.constexpr = GROUPS % C == 0
-    panel = tl.program_id(0)
-    t = tl.program_id(1) * T + tl.arange(0, T)
-    at = tl.minimum(t, tokens - 1)
     r = tl.arange(0, 16)
-    b = tl.arange(0, B)
     total = tl.zeros((T * 16,), dtype=tl.float32)
     base = packed + panel.to(tl.int64) * (GROUPS * B * 16)
+    row = values + at[:, None] * (K // 4)
     for first in tl.range(0, GROUPS, C, num_stages=STAGES):
         g = first + tl.arange(0, C)
         inside = g < GROUPS
-        block = g[:, None] * B + b[None, :]
-        words = load_inside(
-            base + block[:, :, None] * 16 + r[None, None, :], inside[:, None, None], EVEN
-        )
-        zero = tl.zeros((T, C, B, 16), dtype=tl.int32)
-        words, _ = tl.broadcast(words[None], zero)
-        row = values + at[:, None, None] * (K // 4)
-        group_mask = inside[None, :, None]
-        if BITS == 4:
-            low = load_inside(row + 2 * block[None], group_mask, EVEN)
-            high = load_inside(row + 2 * block[None] + 1, group_mask, EVEN)
-            low, _ = tl.broadcast(low[:, :, :, None], zero)
-            high, _ = tl.broadcast(high[:, :, :, None], zero)
-            dots = dot4(words & 0x0F0F0F0F, low, zero, True, EMULATE)
-            dots = dot4((words >> 4) & 0x0F0F0F0F, high, dots, True, EMULATE)
-        else:
-            x, _ = tl.broadcast(
-                load_inside(row + block[None], group_mask, EVEN)[:, :, :, None], zero
-            )
-            dots = dot4(words, x, zero, False, EMULATE)
-        group_sums = tl.sum(dots, 2)  # (T, C, 16), exact
+        zero = tl.zeros((T, C, 16), dtype=tl.int32)
+        group_sums = zero  # exact
+        # A loop over the blocks keeps the sum of a group in one thread, without shuffles.
+        for b in tl.static_range(B):
+            block = g * B + b
+            words = load_inside(base + block[:, None] * 16 + r[None, :], inside[:, None], EVEN)
+            words, _ = tl.broadcast(words[None], zero)
+            if BITS == 4:
+                low = load_inside(row + 2 * block[None], inside[None], EVEN)
+                high = load_inside(row + 2 * block[None] + 1, inside[None], EVEN)
+                low, _ = tl.broadcast(low[:, :, None], zero)
+                high, _ = tl.broadcast(high[:, :, None], zero)
+                group_sums = dot4(words & 0x0F0F0F0F, low, group_sums, True, EMULATE)
+                group_sums = dot4((words >> 4) & 0x0F0F0F0F, high, group_sums, True, EMULATE)
+            else:
+                x = load_inside(row + block[None], inside[None], EVEN)
+                x, _ = tl.broadcast(x[:, :, None], zero)
+                group_sums = dot4(words, x, group_sums, False, EMULATE)
         of_group = at[:, None] * GROUPS + g[None, :]
         group_mask = inside[None, :]
         sx = load_inside(value_scales + of_group, group_mask, EVEN)[:, :, None]
@@ -193,26 +183,23 @@ def multiply_few(
         s = load_inside(sums + of_group, group_mask, EVEN)[:, :, None]
         if BITS == 4 and PLAIN:
             group_sums = group_sums - 8 * s
-        terms = group_sums.to(tl.float32) * (
-            sx * load_scales(scales, g, panel, GROUPS, C, PAIRS)[None]
-        )
+        sw = load_scales(scales, g, panel, GROUPS, C, PAIRS, 1, panel + 1, True)
+        terms = group_sums.to(tl.float32) * (sx * sw[None])
         terms = tl.reshape(tl.permute(terms, (0, 2, 1)), (T * 16, C))
         lows = terms
         if not PLAIN:
-            low_terms = (s.to(tl.float32) * sx) * load_scales(minima, g, panel, GROUPS, C, PAIRS)[
-                None
-            ]
+            low = load_scales(minima, g, panel, GROUPS, C, PAIRS, 1, panel + 1, True)
+            low_terms = (s.to(tl.float32) * sx) * low[None]
             lows = tl.reshape(tl.permute(low_terms, (0, 2, 1)), (T * 16, C))
         total = add_groups(total, terms, lows, T * 16, C, PLAIN)
-    store_rows(out, bias, tl.reshape(total, (T, 16)), t, tokens, panel, N, HAS_BIAS)
+    return tl.reshape(total, (T, 16))
 
 
 @jit
 def multiply_wide_groups(
-    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
-    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
-    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, EMULATE: tl.constexpr,
-    STAGES: tl.constexpr, BB: tl.constexpr,
+    packed, scales, minima, values, value_scales, sums, panel, at,
+    K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
+    EMULATE: tl.constexpr, STAGES: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """Like `multiply_few`, for groups of any width, up to complete rows.
 
@@ -220,9 +207,6 @@ def multiply_wide_groups(
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
-    panel = tl.program_id(0)
-    t = tl.program_id(1) * T + tl.arange(0, T)
-    at = tl.minimum(t, tokens - 1)
     r = tl.arange(0, 16)
     total = tl.zeros((T, 16), dtype=tl.float32)
     base = packed + panel.to(tl.int64) * (GROUPS * B * 16)
@@ -259,7 +243,7 @@ def multiply_wide_groups(
         if not PLAIN:
             minimum = tl.load(minima + of_group).to(tl.float32)[None]
             total = total + (s.to(tl.float32) * sx) * minimum
-    store_rows(out, bias, total, t, tokens, panel, N, HAS_BIAS)
+    return total
 
 
 @jit
@@ -278,46 +262,52 @@ def unpack_groups(raw, C: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, PLA
 
 @jit
 def multiply_tiles(
-    packed, scales, minima, values, value_scales, sums, bias, out, tokens,
-    N: tl.constexpr, K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
-    PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, C: tl.constexpr,
+    packed, scales, minima, values, value_scales, sums, panel, at, end,
+    K: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
+    PAIRS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr, Q: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply at least 16 tokens by one weight panel on int8 tensor cores.
+    """Multiply at least 16 tokens by Q weight panels on int8 tensor cores; return (T, 16 * Q).
 
     Each iteration multiplies C groups. The args are those of `multiply_few`, but `packed` is
-    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8.
+    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8. Of the Q panels, those after the
+    last one (`end`) are 0; FULL if there are none.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
     EVEN: tl.constexpr = GROUPS % C == 0
-    panel = tl.program_id(0)
-    t = tl.program_id(1) * T + tl.arange(0, T)
-    at = tl.minimum(t, tokens - 1)
+    R: tl.constexpr = 16 * Q
     k = tl.arange(0, G)
     y = tl.arange(0, B * 64)
-    total = tl.zeros((16 * T,), dtype=tl.float32)
+    part = tl.arange(0, Q * C)
+    total = tl.zeros((R * T,), dtype=tl.float32)
     base = packed + panel.to(tl.int64) * (GROUPS * B * 64)
     for first in tl.range(0, GROUPS, C, num_stages=STAGES):
         g = first + tl.arange(0, C)
         inside = g < GROUPS
-        raw = load_inside(base + g[:, None] * (B * 64) + y[None, :], inside[:, None], EVEN)
-        weights = unpack_groups(raw, C, B, BITS, PLAIN)
+        group = first + part % C
+        raw = load_inside(
+            base + (part // C * GROUPS + group)[:, None] * (B * 64) + y[None, :],
+            ((group < GROUPS) & (panel + part // C < end))[:, None],
+            EVEN and FULL,
+        )
+        weights = tl.reshape(unpack_groups(raw, Q * C, B, BITS, PLAIN), (Q, C, 16, G))
+        weights = tl.reshape(tl.permute(weights, (1, 0, 2, 3)), (C, R, G))
         column = g[:, None, None] * G + k[None, :, None]
         x = load_inside(values + at[None, None, :] * K + column, inside[:, None, None], EVEN)
-        group_sums = tl.dot(weights, x, out_dtype=tl.int32).to(tl.float32)  # (C, 16, T), exact
+        group_sums = tl.dot(weights, x, out_dtype=tl.int32).to(tl.float32)  # (C, R, T), exact
         of_group = at[None, :] * GROUPS + g[:, None]
         sx = load_inside(value_scales + of_group, inside[:, None], EVEN)[:, None, :]
-        terms = group_sums * (sx * load_scales(scales, g, panel, GROUPS, C, PAIRS)[:, :, None])
-        terms = tl.reshape(tl.permute(terms, (1, 2, 0)), (16 * T, C))
+        sw = load_scales(scales, g, panel, GROUPS, C, PAIRS, Q, end, FULL)
+        terms = group_sums * (sx * sw[:, :, None])
+        terms = tl.reshape(tl.permute(terms, (1, 2, 0)), (R * T, C))
         lows = terms
         if not PLAIN:
             s = load_inside(sums + of_group, inside[:, None], EVEN)[:, None, :].to(tl.float32)
-            low = load_scales(minima, g, panel, GROUPS, C, PAIRS)[:, :, None]
-            lows = tl.reshape(tl.permute((s * sx) * low, (1, 2, 0)), (16 * T, C))
-        total = add_groups(total, terms, lows, 16 * T, C, PLAIN)
-    of_tokens = tl.trans(tl.reshape(total, (16, T)))
-    store_rows(out, bias, of_tokens, t, tokens, panel, N, HAS_BIAS)
+            low = load_scales(minima, g, panel, GROUPS, C, PAIRS, Q, end, FULL)[:, :, None]
+            lows = tl.reshape(tl.permute((s * sx) * low, (1, 2, 0)), (R * T, C))
+        total = add_groups(total, terms, lows, R * T, C, PLAIN)
+    return tl.trans(tl.reshape(total, (R, T)))
 
 
 @jit

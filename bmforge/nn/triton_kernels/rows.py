@@ -2,7 +2,14 @@
 
 from bmforge.nn.triton_kernels.language import jit, tl
 
-__all__ = ["add_rms_norm", "multiply_by_silu", "quantize_rows", "rotate_heads", "store_heads"]
+__all__ = [
+    "add_rms_norm",
+    "multiply_by_silu",
+    "quantize_rows",
+    "rotate_and_store",
+    "rotate_heads",
+    "store_heads",
+]
 
 
 @jit
@@ -12,22 +19,8 @@ def round_half_even(x):
 
 
 @jit
-def quantize_rows(
-    x, values, scales, sums,
-    K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Quantize activations by groups of columns, bit for bit as `quantize_activations`.
-
-    x (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G) int32.
-    A program computes C groups of one row; BG is G rounded up to a power of two.
-    """
-    GROUPS: tl.constexpr = K // G
-    t = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * C + tl.arange(0, C)
-    column = tl.arange(0, BG)
-    inside = (g < GROUPS)[:, None] & (column < G)[None, :]
-    offset = t * K + g[:, None] * G + column[None, :]
-    v = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+def quantize_groups(v):
+    """Quantize groups (C, BG) in fp32; return integers (C, BG) int32 and scales (C,)."""
     # Bits of non-negative floats are ordered as integers; infinity and NaN are the largest.
     largest_bits = tl.max(tl.abs(v).to(tl.int32, bitcast=True), 1)
     is_finite = largest_bits < 0x7F800000
@@ -38,7 +31,40 @@ def quantize_rows(
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
     v = tl.where(is_finite[:, None], v, 0.0)
     rounded = round_half_even(v * inverse[:, None]).to(tl.int32)
-    scale = tl.where(is_finite, tl.where(is_zero, 0.0, scale), float("nan"))
+    return rounded, tl.where(is_finite, tl.where(is_zero, 0.0, scale), float("nan"))
+
+
+@jit
+def gate_by_silu(gate, up):
+    """Return ``silu(gate) * up`` in their dtype, rounding silu(gate) to it first, as torch does."""
+    wide = gate.to(tl.float32)
+    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+    return (activated * up.to(tl.float32)).to(gate.dtype)
+
+
+@jit
+def quantize_rows(
+    x, up, values, scales, sums,
+    K: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Quantize activations by groups of columns, bit for bit as `quantize_activations`.
+
+    If GATED, the activations are ``silu(x) * up``, else `up` is not read.
+
+    x and up (T, K) -> values (T, K) int8, scales (T, K/G) fp32, sums of a group's values (T, K/G)
+    int32.
+    A program computes C groups of one row; BG is G rounded up to a power of two.
+    """
+    GROUPS: tl.constexpr = K // G
+    t = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * C + tl.arange(0, C)
+    column = tl.arange(0, BG)
+    inside = (g < GROUPS)[:, None] & (column < G)[None, :]
+    offset = t * K + g[:, None] * G + column[None, :]
+    v = tl.load(x + offset, mask=inside, other=0.0)
+    if GATED:
+        v = gate_by_silu(v, tl.load(up + offset, mask=inside, other=0.0))
+    rounded, scale = quantize_groups(v.to(tl.float32))
     tl.store(values + offset, rounded.to(tl.int8), mask=inside)
     tl.store(scales + t * GROUPS + g, scale, mask=g < GROUPS)
     tl.store(sums + t * GROUPS + g, tl.sum(rounded, 1), mask=g < GROUPS)
@@ -46,13 +72,14 @@ def quantize_rows(
 
 @jit
 def add_rms_norm(
-    x, residual, weight, total, out, eps,
-    D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x, residual, weight, total, out, scales, sums, eps,
+    D: tl.constexpr, BD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Compute ``total = residual + x`` and ``out = weight * total / rms(total)`` per row.
 
     A program computes one row. The sum is rounded to the dtype of x before its mean square is
-    computed, as torch does.
+    computed, as torch does. If G is not 0, a power of two, the result is quantized in groups of G
+    columns like in `quantize_rows`, and `out` is int8.
     """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
@@ -66,8 +93,37 @@ def add_rms_norm(
     mean = tl.sum(wide * wide, 0) / D
     normed = wide * tl.math.div_rn(1.0, tl.sqrt_rn(mean + eps))
     w = tl.load(weight + d, mask=inside, other=0.0)
-    scaled = w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)
-    tl.store(out + t * D + d, scaled.to(w.dtype), mask=inside)
+    scaled = (w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)).to(w.dtype)
+    if G == 0:
+        tl.store(out + t * D + d, scaled, mask=inside)
+    else:
+        groups = tl.reshape(scaled.to(tl.float32), (BD // G, G))
+        rounded, scale = quantize_groups(groups)
+        tl.store(out + t * D + d, tl.reshape(rounded, (BD,)).to(tl.int8), mask=inside)
+        g = tl.arange(0, BD // G)
+        tl.store(scales + t * (D // G) + g, scale, mask=g < D // G)
+        tl.store(sums + t * (D // G) + g, tl.sum(rounded, 1), mask=g < D // G)
+
+
+@jit
+def rotate_head(
+    x, cos, sin, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """Return one head of a token, (H,) at `x`, with its first R dims rotated."""
+    h = tl.arange(0, BH)
+    inside, turned = h < H, h < R
+    v = tl.load(x + h, mask=inside, other=0.0)
+    if INTERLEAVED:
+        partner, is_first = h ^ 1, h % 2 == 0
+    else:
+        is_first = h < R // 2
+        partner = tl.where(is_first, h + R // 2, h - R // 2)
+    other = tl.load(x + partner, mask=turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + h, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + h, mask=turned, other=0.0).to(tl.float32)
+    along = (v.to(tl.float32) * c).to(v.dtype).to(tl.float32)
+    across = (tl.where(is_first, -other, other) * s).to(v.dtype).to(tl.float32)
+    return tl.where(turned, (along + across).to(v.dtype), v)
 
 
 @jit
@@ -82,20 +138,35 @@ def rotate_heads(
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, BH)
-    inside, turned = h < H, h < R
     base = (t * N + head) * H
-    v = tl.load(x + base + h, mask=inside, other=0.0)
-    if INTERLEAVED:
-        partner, is_first = h ^ 1, h % 2 == 0
+    rotated = rotate_head(x + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+    tl.store(out + base + h, rotated, mask=h < H)
+
+
+@jit
+def rotate_and_store(
+    query, key, value, cos, sin, out, keys, values, pages, offsets,
+    N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries (T, N, H) like `rotate_heads`; write rotated keys and values to a KV cache.
+
+    The keys, values and places are those of `store_heads`. A program computes one head of queries,
+    or one of keys and values, of one token.
+    """
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, BH)
+    if head < N:
+        base = (t * N + head) * H
+        rotated = rotate_head(query + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+        tl.store(out + base + h, rotated, mask=h < H)
     else:
-        is_first = h < R // 2
-        partner = tl.where(is_first, h + R // 2, h - R // 2)
-    other = tl.load(x + base + partner, mask=turned, other=0.0).to(tl.float32)
-    c = tl.load(cos + t * R + h, mask=turned, other=0.0).to(tl.float32)
-    s = tl.load(sin + t * R + h, mask=turned, other=0.0).to(tl.float32)
-    along = (v.to(tl.float32) * c).to(v.dtype).to(tl.float32)
-    across = (tl.where(is_first, -other, other) * s).to(v.dtype).to(tl.float32)
-    tl.store(out + base + h, tl.where(turned, (along + across).to(v.dtype), v), mask=inside)
+        base = (t * K + head - N) * H
+        place = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
+        rotated = rotate_head(key + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
+        tl.store(keys + place * H + h, rotated, mask=h < H)
+        copied = tl.load(value + base + h, mask=h < H)
+        tl.store(values + place * H + h, copied, mask=h < H)
 
 
 @jit
@@ -118,14 +189,9 @@ def store_heads(
 
 @jit(do_not_specialize=["count"])
 def multiply_by_silu(gate, up, out, count, B: tl.constexpr):
-    """Compute ``out = silu(gate) * up`` for flat tensors of `count` values.
-
-    silu(gate) is rounded to the dtype before the product, as torch does.
-    """
+    """Compute ``out = silu(gate) * up`` for flat tensors of `count` values."""
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    wide = g.to(tl.float32)
-    activated = tl.math.div_rn(wide, 1.0 + tl.exp(-wide)).to(g.dtype).to(tl.float32)
-    tl.store(out + at, (activated * u).to(g.dtype), mask=inside)
+    u = tl.load(up + at, mask=inside, other=0.0)
+    tl.store(out + at, gate_by_silu(g, u), mask=inside)

@@ -44,6 +44,8 @@ _SHAPE_PROPAGATION = -1
 # Files whose allocations have a fixed purpose, whatever code calls them.
 _OWNERS = {
     "nn/losses.py": _LOGITS,
+    "nn/tiled_logits.py": _LOGITS,
+    "nn/device_loss.py": _LOGITS,
     "fsdp/_fully_shard": _COMMUNICATION,
     "parallel/collectives.py": _COMMUNICATION,
     "context/ring.py": _COMMUNICATION,

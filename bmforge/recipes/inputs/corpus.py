@@ -249,7 +249,7 @@ def _check_paths(config: CorpusConfig) -> None:
         )
     if len(set(config.paths)) != len(config.paths):
         raise ConfigError(
-            f"data.paths={list(config.paths)} contains a path twice. Give it once, with a "
+            f"data.paths={list(config.paths)} contains a path twice. List it once, with a "
             "larger weight."
         )
     check_where(config.where, config.paths, config.split)
@@ -278,7 +278,7 @@ def _check_stores(config: CorpusConfig, vocab_size: int, init_from: str | None) 
         if store.num_tokens < 2:
             raise DataError(
                 f"validation store {held_out!r} has {store.num_tokens} tokens (needed: at least "
-                "2). Give a longer text."
+                "2). Use a longer text."
             )
 
 

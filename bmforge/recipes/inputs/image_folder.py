@@ -109,7 +109,7 @@ class ImageFolder:
         root = Path(folder)
         if not root.is_dir():
             raise DataError(
-                f"{folder!r} is not a folder. Give a folder with one subfolder per class."
+                f"{folder!r} is not a folder. Use a folder with one subfolder per class."
             )
         self.classes = sorted(path.name for path in root.iterdir() if path.is_dir())
         if classes is not None and set(self.classes) - set(classes):

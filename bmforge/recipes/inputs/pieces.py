@@ -140,7 +140,7 @@ def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:
     if kind is not None and not isinstance(tokenizer, kind):
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} is a {type(tokenizer).__name__} (needed: "
-            f"{kind.__name__}). Give the directory of another tokenizer with --data.tokenizer."
+            f"{kind.__name__}). Pass the directory of another tokenizer with --data.tokenizer."
         )
     if len(tokenizer) > config.model.vocab_size:
         raise ConfigError(
@@ -169,7 +169,7 @@ def find_tokenizer(config: Any) -> Path:
         folder = find_model(config.init_from)
     if folder is None:
         raise ConfigError(
-            "data.tokenizer is not set. Give the directory of the model's tokenizer "
+            "data.tokenizer is not set. Pass the directory of the model's tokenizer "
             "(--data.tokenizer DIR), or start from a model that has one (--model DIR)."
         )
     return folder

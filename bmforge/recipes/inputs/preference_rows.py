@@ -337,7 +337,7 @@ def _next_prompt(prompts: Sequence[tuple[int, ...]], number: int) -> int:
             return (number + step) % count
     raise DataError(
         "all examples have the same prompt, but KTO compares answers to different prompts. "
-        "Give at least two prompts."
+        "Pass at least two prompts."
     )
 
 

@@ -56,7 +56,7 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
     if len(names) != len(rows):
         raise ConfigError(
             f"the verbalizer has words for {len(rows)} classes, but {task.name} has {len(names)} "
-            "classes. Give words for each class."
+            "classes. Define words for each class."
         )
     return dict(zip(names, rows, strict=True))
 
@@ -148,7 +148,7 @@ def _import(source: str, option: str) -> ModuleType:
         return importlib.import_module(source)
     except ImportError as error:
         raise ConfigError(
-            f"{option}: {source!r} cannot be imported ({error}). Give an installed module, or a "
+            f"{option}: {source!r} cannot be imported ({error}). Pass an installed module, or a "
             "file: path/to/file.py:Class."
         ) from error
 

@@ -85,8 +85,8 @@ def train_prefix(path: str) -> Path:
         return directory / "train" / "tokens" if directory.is_dir() else directory
     above = directory.absolute().parent
     if (above / RECORD_NAME).exists():
-        raise DataError(f"{path!r} is inside a prepared directory. Give {str(above)!r} instead.")
+        raise DataError(f"{path!r} is inside a prepared directory. Pass {str(above)!r} instead.")
     raise DataError(
-        f"{path!r} is not a prepared directory. Give an output directory of `bmforge "
+        f"{path!r} is not a prepared directory. Pass an output directory of `bmforge "
         "prepare`, or the path of a token store without .bin/.idx."
     )

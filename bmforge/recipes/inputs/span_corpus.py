@@ -93,7 +93,7 @@ class SpanCorpus:
         if self._bounds[-1] == 0:
             raise DataError(
                 f"{list(prefixes)} do not fill one sequence of data.seq_len={self._length} tokens. "
-                "Give more text, or reduce data.seq_len."
+                "Use more text, or reduce data.seq_len."
             )
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (self._length, config.model.pad_token_id),

@@ -87,5 +87,5 @@ def refuse_split(split: Sequence[float]) -> None:
     if split:
         raise ConfigError(
             f"data.split={tuple(split)} has no effect, because it divides token stores and this "
-            "recipe reads files. Give validation files with data.validation."
+            "recipe reads files. Pass validation files with data.validation."
         )

@@ -291,11 +291,21 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
         return torch.zeros(())
     # Norms of local gradients; parameters shared by pipeline stages count once.
     buckets: dict[Any, list[Tensor]] = {}
+    gradients: dict[Any, list[Tensor]] = {}
     for parameter in parameters:  # not by gradient, so that all processes have the same buckets
-        bucket = buckets.setdefault(_sharded_over(parameter), [])
-        norm = _gradient_norm(parameter)
-        if norm is not None and id(parameter) not in elsewhere:
-            bucket.append(norm)
+        key = _sharded_over(parameter)
+        bucket = buckets.setdefault(key, [])
+        left = left_gradient(parameter)
+        if left is None and parameter.grad is not None:
+            _sharded_over(parameter.grad)  # raises for a gradient that is not reduced yet
+        if id(parameter) in elsewhere:
+            continue
+        if left is not None:
+            bucket.append(left.norm())
+        elif parameter.grad is not None:
+            gradients.setdefault(key, []).append(local_tensor(parameter.grad))
+    for key, tensors in gradients.items():
+        buckets[key] += _norms(tensors)
     total = _sum_squares(buckets, device)
     wide = any(norm.dtype == torch.float64 for bucket in buckets.values() for norm in bucket)
     if pipeline is not None:
@@ -325,17 +335,12 @@ def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) 
     return total
 
 
-def _gradient_norm(parameter: Tensor) -> Tensor | None:
-    """Return the 2-norm of this process's shard of a gradient, in float32 or wider."""
-    left = left_gradient(parameter)
-    if left is not None:
-        return left.norm()
-    if parameter.grad is None:
-        return None
-    _sharded_over(parameter.grad)  # raises for a gradient that is not reduced yet
-    grad = local_tensor(parameter.grad)
-    dtype = wide_dtype(grad.dtype)
-    return torch.linalg.vector_norm(grad, dtype=dtype)
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each gradient, in float32 or wider, in few kernels."""
+    norms: list[Tensor] = []
+    for same_kind in _by_kind(gradients):
+        norms += torch._foreach_norm(same_kind, 2, dtype=wide_dtype(same_kind[0].dtype))
+    return norms
 
 
 def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:

@@ -397,3 +397,15 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plain_cache_runs_blocks_one_by_one() -> None:
     assert KVCache(2, 4).step is None
+
+
+def test_blocks_on_an_accelerator_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes up to a minute, and the step reads host memory only."""
+
+    def fail() -> None:
+        raise AssertionError("the step was compiled")
+
+    monkeypatch.setattr(native_step, "load_step", fail)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, num_heads=4, num_layers=2)
+    model = Llama.from_config(config, device="meta").eval()
+    assert not NativeStep().knows(model.layers)

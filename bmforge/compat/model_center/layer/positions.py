@@ -139,7 +139,7 @@ class SegmentPositionEmbedding(DistributedModule):
             both: (1 or B, length)
         """
         if position is None and segment is None:
-            raise ShapeError(f"{name}_pos and {name}_segment are both None. Give one of them.")
+            raise ShapeError(f"{name}_pos and {name}_segment are both None. Pass one of them.")
         if position is None:
             assert segment is not None
             position = segment.shape[-1]

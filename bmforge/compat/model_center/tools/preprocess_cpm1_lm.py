@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     source = Path(f"{args.input}{args.uid}.txt")
     if not source.is_file():
         raise DataError(
-            f"the text {str(source)!r} does not exist. Give --input without --uid and .txt."
+            f"the text {str(source)!r} does not exist. Pass --input without --uid and .txt."
         )
     prefix = Path(args.output_path) / f"{args.output_prefix}_document_context_{args.uid}"
     builder = make_builder(f"{prefix}.bin", args.dataset_impl)

@@ -63,9 +63,7 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
             )
             splits.append(None)
     if not any(split is not None for split in splits):
-        raise DataError(
-            f"{folder!r} has no split of the dataset {name}. Give the dataset's folder."
-        )
+        raise DataError(f"{folder!r} has no split of the dataset {name}. Use the dataset's folder.")
     return (*splits, processor) if return_class else tuple(splits)
 
 
