@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -230,7 +231,7 @@ def _content(content: Content) -> str | list[dict[str, Any]]:
     ]
 
 
-def _text(content: Content) -> str:
+def _text(content: str | Sequence[InputText | InputImage]) -> str:
     if isinstance(content, str):
         return content
     texts = (part for part in content if isinstance(part, InputText))
