@@ -18,7 +18,8 @@ this page.
   status 400.
 - **no effect**: the field is an identifier or a hint that cannot change the response.
 - **neutral value only**: only the value that means "off" is accepted. Any other value returns
-  status 400.
+  status 400. Many fields of vLLM and llama.cpp are such fields, so that their clients can send
+  the defaults; the table lists the accepted values and the reason.
 
 """
 
@@ -30,6 +31,9 @@ def write_page() -> str:
         lines += [f"## {endpoint}\n\n", "| field | treatment |\n|---|---|\n"]
         for name, field in model.model_fields.items():
             lines.append(f"| `{field.alias or name}` | {treatment_of(endpoint, name)} |\n")
+        for name, neutral in getattr(model, "neutral_fields", {}).items():
+            values, reason = neutral.allowed, neutral.reason
+            lines.append(f"| `{name}` | neutral value only (`{values}`): {reason} |\n")
         lines.append("\n")
     return "".join(lines).rstrip() + "\n"
 

@@ -4,19 +4,24 @@
 
 Starts `bmforge serve`, and sends COUNT prompts of 2 MB or conversations of 3,000 messages at once.
 Prints the peak growth of the resident memory, and the latency of `/health` before and during the
-requests. Linux only.
+requests. A process of its own checks the health, on a new connection each time: in the process that
+sends the prompts, the checks would also wait for that process. Linux only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import multiprocessing
 import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -44,6 +49,23 @@ async def latency_ms(client: httpx.AsyncClient, url: str) -> float:
     begin = time.perf_counter()
     (await client.get(f"{url}/health")).raise_for_status()
     return 1000 * (time.perf_counter() - begin)
+
+
+def check_health(url: str, pipe: Connection) -> None:
+    """Measure health checks until a message arrives; send their latencies in milliseconds."""
+    address, latencies_ms = urlsplit(url), []
+    pipe.send("started")
+    while not pipe.poll(0.01):
+        begin = time.perf_counter()
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=300)
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        latencies_ms.append(1000 * (time.perf_counter() - begin))
+        connection.close()
+        if response.status != 200:
+            raise RuntimeError(f"/health answered with status {response.status}.")
+    pipe.send(latencies_ms)
 
 
 async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int]) -> None:
@@ -80,16 +102,19 @@ async def measure_row(
     Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # reset the peak
     before = memory(process)["VmRSS"]
     headers = {"content-type": "application/json"}
-    tasks = [
-        asyncio.create_task(client.post(url, content=data, headers=headers)) for _ in range(count)
-    ]
-    during_ms = []
-    while not all(task.done() for task in tasks):
-        during_ms.append(await latency_ms(client, server))
-        await asyncio.sleep(0.01)
-    during_ms.sort()
+    spawn = multiprocessing.get_context("spawn")
+    pipe, far_end = spawn.Pipe()
+    checker = spawn.Process(target=check_health, args=(server, far_end), daemon=True)
+    checker.start()
+    far_end.close()  # an error of the checker ends the wait for its message
+    await asyncio.to_thread(pipe.recv)
+    posts = (client.post(url, content=data, headers=headers) for _ in range(count))
+    responses = await asyncio.gather(*posts)
+    pipe.send("finished")
+    during_ms = sorted(await asyncio.to_thread(pipe.recv))
+    checker.join()
     growth = memory(process)["VmHWM"] - before
-    status = {task.result().status_code for task in tasks}
+    status = {response.status_code for response in responses}
     return (
         f"| {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
         f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms |"

@@ -27,6 +27,7 @@ __all__ = ["OWN_FORMS", "TalkConfig", "ThoughtFilter", "answer_once", "run_chat"
 _HELP = """\
 /clear          forget the conversation
 /system TEXT    set the system message (without TEXT: remove it) and forget the conversation
+/image FILE     attach an image to the next message
 /save FILE      write the conversation to a .json file
 /load FILE      continue a conversation of such a file
 /thoughts       show or hide the model's thoughts (<think>...</think>)
@@ -171,7 +172,7 @@ class _Session:
             print(f"reasoning is {'shown' if self._shows_thoughts else 'hidden'}")
         elif name == "/help":
             print(_HELP)
-        elif name in ("/system", "/save", "/load"):
+        elif name in ("/system", "/image", "/save", "/load"):
             self._run_command(name, value)
         else:
             raise ConfigError(f"unknown command {name!r}.\n{_HELP}")
@@ -188,7 +189,11 @@ class _Session:
             chat.set_system(value or None)
             chat.clear()
         elif not value:
-            raise ConfigError(f"{name} needs a file name, such as {name} chat.json.")
+            file = "cat.jpg" if name == "/image" else "chat.json"
+            raise ConfigError(f"{name} needs a file name, such as {name} {file}.")
+        elif name == "/image":
+            chat.attach_image(value)
+            print(f"attached {value} to the next message")
         elif name == "/save":
             text = json.dumps({"messages": chat.messages}, ensure_ascii=False, indent=1)
             replace_file(Path(value), text + "\n")
@@ -202,9 +207,7 @@ def _load(chat: Conversation, file: Path) -> None:
     """Load a conversation from a file that /save wrote."""
     try:
         messages = json.loads(file.read_text(encoding="utf-8"))["messages"]
-        is_valid = all(
-            isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages
-        )
+        is_valid = all(isinstance(m["role"], str) and _is_content(m["content"]) for m in messages)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"cannot load {str(file)!r} as a conversation ({type(error).__name__}: {error}). Use "
@@ -215,9 +218,21 @@ def _load(chat: Conversation, file: Path) -> None:
             f"cannot load {str(file)!r}, because role or content of a message is not a "
             "string. Use a JSON file that /save wrote."
         )
+    for message in messages:
+        for part in [] if isinstance(message["content"], str) else message["content"]:
+            if part["type"] == "image":
+                chat.read_image(part["image"])
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat.set_system(system[0] if system else None)
     chat.history = messages[len(system) :]
+
+
+def _is_content(content: Any) -> bool:
+    """Return True for a text, or a list of text parts and images with the paths of their files."""
+    return isinstance(content, str) or all(
+        part["type"] in ("text", "image") and isinstance(part[part["type"]], str)
+        for part in content
+    )
 
 
 def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **options: Any) -> str:

@@ -8,9 +8,11 @@ token at its end, and generate the text for this token. EVA and CPM-Bee have the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
@@ -22,6 +24,9 @@ from bmforge.models.base import Model
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate, Message
 from bmforge.tokenizers.sentinels import decode_answer
+
+if TYPE_CHECKING:
+    from bmforge.infer.processor import Processor
 
 __all__ = ["Conversation", "encode_messages", "find_ends"]
 
@@ -41,9 +46,11 @@ class Conversation:
         system: system message.
         limit: maximum length of the conversation in tokens, including the answer; None means the
             model's maximum length.
+        directory: model directory with the image processor; None if there are no images.
 
     Attributes:
-        history: user and assistant messages, oldest first.
+        history: user and assistant messages, oldest first; an image is a part of a message with
+            the path of its file.
 
     Raises:
         ConfigError: the model does not generate text, or needs another conversation format.
@@ -57,6 +64,7 @@ class Conversation:
         options: GenerationConfig | None = None,
         system: str | None = None,
         limit: int | None = None,
+        directory: Path | None = None,
     ) -> None:
         traits = model.traits
         if not traits.writes or traits.objective in ("documents", "dialogues"):
@@ -76,6 +84,10 @@ class Conversation:
         if system is not None:
             self._system = [{"role": "system", "content": system}]
         self.history: list[Message] = []
+        self._directory = directory
+        self._processor: Processor | None = None  # loaded with the first image
+        self._images: dict[str, Any] = {}  # path -> Pillow image
+        self._attached: list[str] = []  # images of the next message
         self._num_dropped = 0  # messages that the last prompt left out
 
     def reply(self, text: str, on_text: Callable[[str], None] | None = None) -> str:
@@ -91,14 +103,44 @@ class Conversation:
         """
         if not text.strip():
             raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty text.")
-        turns: list[Message] = [*self.history, {"role": "user", "content": text}]
-        answer = self._write(self._read(turns), on_text)
+        content: str | list[dict[str, str]] = text
+        if self._attached:
+            images = [{"type": "image", "image": path} for path in self._attached]
+            content = [*images, {"type": "text", "text": text}]
+        turns: list[Message] = [*self.history, {"role": "user", "content": content}]
+        answer = self._write(*self._read(turns), on_text)
         self.history = [*turns, {"role": "assistant", "content": answer}]
+        self._attached = []
         return answer
 
     def clear(self) -> None:
-        """Clear the history."""
-        self.history = []
+        """Clear the history and the images of the next message."""
+        self.history, self._attached = [], []
+
+    def attach_image(self, file: str | Path) -> None:
+        """Attach an image file to the next message, before its text.
+
+        Raises:
+            ConfigError: the model supports only text.
+            DataError: the file cannot be read as an image.
+        """
+        path = str(Path(file).absolute())
+        self.read_image(path)
+        self._attached.append(path)
+
+    def read_image(self, path: str) -> None:
+        """Read an image file that `history` contains; see `attach_image`."""
+        from bmforge.infer.images import read_image_file
+        from bmforge.infer.processor import find_processor
+
+        if self._processor is None and self._directory is not None and self.model.takes_images:
+            self._processor = find_processor(self._directory)
+        if self._processor is None:
+            raise ConfigError(
+                f"the image {path!r} cannot be used, because this model supports only text. Use a "
+                "vision-language model, with all files of its published directory."
+            )
+        self._images[path] = read_image_file(path)
 
     def set_system(self, text: str | None) -> None:
         """Replace the system message; None removes it."""
@@ -119,21 +161,34 @@ class Conversation:
         """Messages so far, including the system message."""
         return [*self._system, *self.history]
 
-    def _read(self, turns: Sequence[Message]) -> list[int]:
-        """Return the prompt's token ids, without the oldest turns if the answer would not fit."""
+    def _read(self, turns: Sequence[Message]) -> tuple[list[int], Mapping[str, Tensor] | None]:
+        """Encode the prompt, without the oldest turns if the answer would not fit.
+
+        Returns:
+            the token ids, and the model's inputs for the images.
+        """
         limit, new_tokens = self._limit, self.options.max_new_tokens
         for first in range(0, len(turns), 2):  # drop a question together with its answer
             messages = [*self._system, *turns[first:]]
-            ids = encode_messages(self.template, messages, self.model, self.tokenizer)
+            ids, inputs = self._encode(messages)
             if limit is None or len(ids) + new_tokens <= limit:
                 break
         if limit is None or len(ids) < limit:
             self._warn_dropped(first, len(turns))
-            return ids
+            return ids, inputs
         raise ConfigError(
             f"the last message has {len(ids)} tokens with the chat template, but prompt and "
             f"answer together may have at most {limit}. Send a shorter message."
         )
+
+    def _encode(self, messages: Sequence[Message]) -> tuple[list[int], Mapping[str, Tensor] | None]:
+        contents = [m["content"] for m in messages if not isinstance(m["content"], str)]
+        paths = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+        if not paths or self._processor is None:
+            return encode_messages(self.template, messages, self.model, self.tokenizer), None
+        text, _ = self.template.encode([_without_paths(message) for message in messages])
+        encoded = self._processor.encode(text, [self._images[path] for path in paths])
+        return encoded.ids, encoded.inputs
 
     def _warn_dropped(self, count: int, total: int) -> None:
         """Log a warning if the context is full and more of the oldest messages are left out."""
@@ -145,7 +200,12 @@ class Conversation:
             )  # fmt: skip
         self._num_dropped = count
 
-    def _write(self, ids: list[int], on_text: Callable[[str], None] | None = None) -> str:
+    def _write(
+        self,
+        ids: list[int],
+        inputs: Mapping[str, Tensor] | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
         """Generate the answer to a prompt, passing chunks of its text to `on_text`."""
         model, tokenizer = self.model, self.tokenizer
         traits, ends = model.traits, find_ends(model, tokenizer, self._mark)
@@ -169,8 +229,16 @@ class Conversation:
         if self._mark and options.num_beams == 1:
             options = options.replace(stop_strings=(*options.stop_strings, self._mark))
         shown = on_text if self.streams else None
-        (text,) = continue_ids(model, tokenizer, ids, options, shown)
+        (text,) = continue_ids(model, tokenizer, ids, options, shown, inputs)
         return (text.partition(self._mark)[0] if self._mark else text).strip()
+
+
+def _without_paths(message: Message) -> Message:
+    """Return a message whose images have no paths, which a template might render."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [{"type": "image"} if p["type"] == "image" else p for p in message["content"]]
+    return {**message, "content": parts}
 
 
 def encode_messages(

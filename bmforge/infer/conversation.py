@@ -141,6 +141,6 @@ def converse(
             "%s has no chat template, so a plain template is used", directory or "the model"
         )
     template = ChatTemplate(source, tokenizer)
-    chat = Conversation(model, tokenizer, template, system=system, limit=limit)
+    chat = Conversation(model, tokenizer, template, system=system, limit=limit, directory=directory)
     chat.options = chat.options.replace(**options)
     return chat

@@ -130,6 +130,14 @@ def explain_types(error: RequestValidationError) -> RequestError:
             where,
             code="unknown_parameter",
         )
+    if first["type"] == "neutral_field":
+        context = first["ctx"]
+        where = ".".join([*path, context["field"]])
+        return RequestError(
+            f"{where} must be {context['allowed']}, because {context['reason']}.",
+            where,
+            code="unsupported_value",
+        )
     if not path and first["type"] == "value_error":
         return RequestError(_message(first), code="invalid_value")
     if not path:

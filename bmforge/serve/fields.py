@@ -44,8 +44,8 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
 # Fields that cannot change a response: identifiers, and hints for storage, caches and padding.
 _NO_EFFECT = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "cache_control", "include", "request_id",
-    "cache_prompt",
+    "prompt_cache_retention", "prompt_cache_options", "prediction", "cache_control", "include",
+    "request_id", "session_id", "cache_prompt",
 })  # fmt: skip
 
 

@@ -5,27 +5,55 @@ Types are not coerced: a string is not accepted as a number. Unknown fields are 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from bmforge.errors import suggest
+from bmforge.serve.neutral_fields import NeutralFields
 
 __all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 
 
-class Strict(BaseModel):
-    """Base class of all request types: strict types, no unknown fields."""
+def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
+    """Add the fields of `neutral_fields` to the JSON schema of a request type."""
+    for name, field in model.neutral_fields.items():
+        schema["properties"][name] = {"enum": [*field.values, None], "description": field.reason}
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+class Strict(BaseModel):
+    """Base class of all request types: strict types, no unknown fields.
+
+    Attributes:
+        neutral_fields: fields that are accepted only with values that have no effect.
+    """
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        json_schema_extra=_describe_neutral_fields,
+    )
+    neutral_fields: ClassVar[NeutralFields] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _suggest_fields(cls, value: Any) -> Any:
-        """Raise an error for a misspelled field name; pydantic reports other unknown fields."""
+    def _check_names(cls, value: Any) -> Any:
+        """Remove neutral fields, and raise an error for other values and misspelled names.
+
+        Pydantic reports other unknown fields.
+        """
         if not isinstance(value, dict) or value.keys() <= cls.model_fields.keys():
             return value
+        neutral = cls.neutral_fields.keys() & value.keys()
+        for name in sorted(neutral):
+            field = cls.neutral_fields[name]
+            if not field.accepts(value[name]):
+                context = {"field": name, "allowed": field.allowed, "reason": field.reason}
+                raise PydanticCustomError("neutral_field", "not neutral", context)
+        value = {name: item for name, item in value.items() if name not in neutral}
         names = [field.alias or name for name, field in cls.model_fields.items()]
         for key in value:
             if key in names or key in cls.model_fields or not isinstance(key, str):

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bmforge.serve.errors import RequestError, explain_types
 from bmforge.serve.message_types import Message, Strict, Tool, ToolChoice
-from bmforge.serve.peer_fields import PeerFields
+from bmforge.serve.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
 __all__ = [
     "ChatRequest",
@@ -77,7 +77,7 @@ class ResponseFormat(Strict):
         return self
 
 
-class Writing(PeerFields):
+class Writing(Strict):
     """Fields common to chat and text completions."""
 
     model: str
@@ -108,8 +108,12 @@ class Writing(PeerFields):
     skip_special_tokens: bool | None = None
     stop_token_ids: Ids | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    response_format: ResponseFormat | None = None
     # Accepted and ignored.
     user: str | None = None
+    request_id: str | None = None  # vLLM
+    session_id: str | None = None  # vLLM
+    cache_prompt: bool | None = None  # llama.cpp; a hint for the prefix cache
 
     @model_validator(mode="after")
     def _streams(self) -> Writing:
@@ -163,11 +167,11 @@ class Writing(PeerFields):
 class ChatRequest(Writing):
     """Request for a chat completion."""
 
+    neutral_fields = CHAT_FIELDS
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -178,19 +182,8 @@ class ChatRequest(Writing):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
-    # Accepted with their neutral values only.
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    verbosity: Literal["medium"] | None = None
-    audio: None = None
-    function_call: None = None
-    functions: None = None
-    web_search_options: None = None
-    echo: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
-    prompt_logprobs: None = None
-    chat_template: None = None
-    documents: None = None
     # Reasoning.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     enable_thinking: bool | None = None
@@ -262,15 +255,13 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
 class CompletionRequest(Writing):
     """Request for text completions of texts or token ids."""
 
+    neutral_fields = COMPLETION_FIELDS
     prompt: Inputs
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0)
     add_special_tokens: bool | None = None
-    # Accepted with their neutral values only.
-    best_of: Literal[1] | None = None
-    suffix: None = None
 
     @model_validator(mode="after")
     def _fits(self) -> CompletionRequest:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
+from bmforge.serve.neutral_fields import RESPONSES_FIELDS
 from bmforge.serve.openai_types import ChatRequest, make_chat
 
 __all__ = ["ResponsesRequest", "responses_chat"]
@@ -138,6 +139,7 @@ class ResponsesStreamOptions(Strict):
 class ResponsesRequest(Strict):
     """Request for a response."""
 
+    neutral_fields = RESPONSES_FIELDS
     model: str
     input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
@@ -159,15 +161,9 @@ class ResponsesRequest(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    request_id: str | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    # Accepted with their neutral values only.
-    previous_response_id: None = None
-    conversation: None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
-    max_tool_calls: None = None
-    prompt: None = None
 
 
 def responses_chat(body: ResponsesRequest) -> ChatRequest:

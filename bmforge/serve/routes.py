@@ -64,7 +64,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
     serving = serving_of(request)
     served = serving.find(body.model, "completions")
     check_limits(body, serving.config.limits)
-    rule = find_constraint(None, body.outputs)
+    rule = find_constraint(body.response_format, body.outputs)
     texts = (p for p in body.prompts if isinstance(p, str))
     check_size(texts, serving.engine, serving.config.limits, "prompt")
     with ExitStack() as stack:

@@ -1,8 +1,9 @@
-"""`bmforge generate` with image and audio files."""
+"""`bmforge generate` and `bmforge chat` with image and audio files."""
 
 from __future__ import annotations
 
 import io
+import json
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,44 @@ def test_the_command_answers_about_images(directory: Path, pictures: list[str]) 
     shown = tokenizer.decode([id for id in written if id not in (0, 1, 2, 4)])
     ask = ("--image", pictures[0], "--image", pictures[1], "--prompt", "Compare them")
     assert run(str(directory), *ask, "--max-new-tokens", "7") == shown.strip()
+
+
+def test_a_conversation_with_images(
+    directory: Path, pictures: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The answers of `bmforge chat` have the tokens of transformers; a loaded one goes on alike."""
+    saved, again = str(tmp_path / "saved.json"), str(tmp_path / "again.json")
+
+    def talk(*lines: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        assert main(["chat", str(directory), "--max-new-tokens", "5", "--top-p", "1e-9"]) == 0
+        return list(json.loads(Path(again).read_text())["messages"])
+
+    first, second = (f"/image {file}" for file in pictures)
+    messages = talk(first, "What is it", f"/save {saved}", second, "And this", f"/save {again}")
+    assert talk(f"/load {saved}", second, "And this", f"/save {again}") == messages
+    ours, images = ImageChat(directory, AutoTokenizer.from_pretrained(directory)), []
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(directory).eval()
+    turns: list[dict[str, Any]] = []
+    for file, said, answer in zip(pictures, messages[::2], messages[1::2], strict=True):
+        assert said["content"][0] == {"type": "image", "image": file}
+        images.append(Image.open(file).convert("RGB"))
+        turns.append({"role": "user", "content": [{"type": "image"}, said["content"][1]]})
+        text = ours.template.render(turns, add_generation_prompt=True)
+        batch = ours.processor.encode_batch([text], [images])
+        out = plain.generate(**batch, max_new_tokens=5, do_sample=False, eos_token_id=[2, 4])
+        written = [
+            t for t in out[0, batch["input_ids"].shape[1] :].tolist() if t not in (0, 1, 2, 4)
+        ]
+        assert answer["content"] == ours.processor._processor.tokenizer.decode(written).strip()
+        turns.append(answer)
+    lines = ["/image", f"/image {directory / 'config.json'}", "/image /no/such.png"]
+    for line, problem in zip(
+        lines, ["such as /image cat.jpg", "as an image", "cannot read"], strict=True
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(line))
+        assert main(["chat", str(directory)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_the_command_transcribes(tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def test_guided_fields_are_structured_outputs(start: Any) -> None:
             assert found.json()["error"]["param"] == "guided_regex"
 
 
+def test_text_completions_have_a_response_format(start: Any) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "yes"}}}
+    with start() as server:
+        for format, text in ((schema, '"yes"'), ({"type": "text"}, None)):
+            found = ask(server, "completions", prompt="a", response_format=format, max_tokens=16)
+            assert found.status_code == 200
+            assert text is None or found.json()["choices"][0]["text"] == text
+
+
 def test_a_tiny_temperature_is_greedy(start: Any) -> None:
     with start() as server:
         greedy = ask(server, "completions", prompt="a", temperature=0, max_tokens=12).json()
