@@ -200,7 +200,7 @@ def test_calls_that_must_come(client: openai.OpenAI) -> None:
 ELSEWHERE = {"name": "a", "schema": {"$ref": "http://x/y"}}
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"extra_body": {"best": 1}}, "best", "is not supported"),
-    ({"extra_body": {"functions": []}}, "functions", "is not supported"),
+    ({"extra_body": {"functions": []}}, "functions", "must be null"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "has no effect"),
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"temperature": "1"}, "temperature", "valid number"),

@@ -100,7 +100,7 @@ def test_a_server_gives_what_runs_its_time_and_ends(model_directory: Path, tmp_p
         (("--host", "192.0.2.1", "--allow-no-key"), "cannot listen at"),
         (("--keys-file", "nothing-there"), "cannot read"),
         (("--receive-s", "0"), "must be above 0"),
-        (("--max-model-len", "0"), "context=0"),
+        (("--max-model-len", "0", "--port", "0"), "context=0"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
