@@ -88,7 +88,7 @@ WRITING_FIELDS: dict[str, NeutralField] = {
     "return_token_offsets": NeutralField(_RENDERING, (False,)),
     "return_mm_kwargs": NeutralField(_RENDERING, (True,)),
     "routed_experts_prompt_start": NeutralField(_EXPERTS, (0,)),
-    "stream_interval": NeutralField("a stream sends each token as soon as it is generated", (1,)),
+    "stream_interval": NeutralField("every new token is streamed immediately", (1,)),
     "kv_transfer_params": NeutralField(_TRANSFER),
     "ec_transfer_params": NeutralField(_TRANSFER),
     "guided_whitespace_pattern": NeutralField("the whitespace of JSON answers is fixed"),
