@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from page_places import toml_files
-from page_starts import STARTS, write_tiny
+from page_starts import STARTS, write_tiny, write_vision
 from pages import FENCE, PAGES, ROOT, blocks, command_lines, inline_commands, prose
 
 import bmforge
@@ -68,6 +68,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text(body, encoding="utf-8")
     for name, preset in STARTS.items():
         write_tiny(place / name, preset)
+    write_vision(place)
     return place
 
 
