@@ -232,7 +232,7 @@ def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance
 
     Args:
         where: model or run that the provenance belongs to.
-        provenance: the provenance.
+        provenance: record whose licenses are checked.
         sources: records of the models that it was made from. Their own conflicts and unknown
             licenses were logged when these records were written, and `bmforge info` shows them.
     """

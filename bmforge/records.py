@@ -85,7 +85,7 @@ class Unit:
 
     Args:
         name: name of the module in the model.
-        module: the module.
+        module: instance in the model.
         is_gathered: whether its parameters, if sharded, are all-gathered together.
         is_block: whether it is a transformer block, which can be recomputed, compiled,
             streamed, or have its activations offloaded.

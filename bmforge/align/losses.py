@@ -92,7 +92,7 @@ class LossMethod:
     """Description of one preference optimization method.
 
     Args:
-        loss: loss of every pair, without the negative log-likelihood; None for unpaired answers.
+        loss: loss of every pair, before the NLL term is added; None for unpaired answers.
         about: name of the method, and publication that defines it.
         beta: default of `beta`.
         needs_reference: True if the loss compares with a reference model.

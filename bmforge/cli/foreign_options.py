@@ -235,7 +235,7 @@ def suggest_option(
         command: name of the command, possibly with its task: "train rl".
         name: unknown option, with dashes.
         options: options of the command, with dashes.
-        positional: names of the command's arguments that are given without a name.
+        positional: names of the command's positional arguments.
     """
     bare = name.removeprefix("--")
     command = command if command in FOREIGN_OPTIONS else command.partition(" ")[0]

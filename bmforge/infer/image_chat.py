@@ -47,7 +47,7 @@ class ImageChat:
         """Return the answers to a user message, the images before its text.
 
         Args:
-            model: the model.
+            model: vision-language model.
             text: text of the message.
             images: Pillow images; see `images.read_image_file`.
             options: fields of `GenerationConfig`; `num_return_sequences` answers are returned.

@@ -150,7 +150,7 @@ def score_classes(
         count: number of inputs.
         make: function that builds the batch of the inputs with the given indices.
         size: number of inputs per batch.
-        rows: data-parallel size and rank of this process.
+        rows: number of data-parallel ranks, and the rank of this process.
 
     Shape:
         returns (count, L) for L classes
@@ -183,7 +183,7 @@ def score_pairs(
         model: language model or encoder-decoder with a language-model head.
         pairs: prompts and answers, with at least one token each.
         size: pairs per batch.
-        rows: data-parallel size and rank of this process.
+        rows: number of data-parallel ranks, and the rank of this process.
         width: maximum length of a prompt and its answer in tokens.
     """
 
@@ -248,7 +248,7 @@ def collect_rows(
         count: number of inputs.
         read: function from indices to the outputs for these inputs, (len(indices), ...).
         size: number of inputs per batch.
-        rows: data-parallel size and rank of this process.
+        rows: number of data-parallel ranks, and the rank of this process.
 
     Shape:
         returns (count, ...)

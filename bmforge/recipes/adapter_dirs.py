@@ -132,7 +132,7 @@ def merge_adapter(
 
 
 def _open_base(source: Path, adapter: Path) -> Any:
-    """Load an adapter's base model in the dtype of its weights, or in fp32 for a GGUF file."""
+    """Load an adapter's base model in its stored dtype, or in fp32 for a GGUF file."""
     if is_gguf(source):
         return AutoModel.from_pretrained(source)
     dtype = find_dtype(WeightFiles(source))

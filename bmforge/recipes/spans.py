@@ -87,7 +87,7 @@ class T5SpansConfig(SpanConfig):
 
 
 def train_spans(config: Any) -> RunResult:
-    """Run or resume training on corrupted spans.
+    """Run or resume T5's span-corruption training.
 
     Args:
         config: a `SpanConfig` whose `model` is the config of a CPM-2, T5 or other encoder-decoder.

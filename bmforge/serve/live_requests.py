@@ -104,7 +104,7 @@ class LiveRequest:
         """Yield (prompt index, piece) as pieces arrive, and None periodically in between.
 
         Raises:
-            RequestError: the engine failed, or too much text is unread.
+            RequestError: the engine failed, or the client reads too slowly.
         """
         while True:
             while self._pieces:

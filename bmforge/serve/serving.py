@@ -126,7 +126,7 @@ class Serving:
         self._parsing = CapacityLimiter(1)
 
     async def tokenize(self, function: Callable[[], T]) -> T:
-        """Run a tokenizer in one of a few threads, to keep the event loop free."""
+        """Run a tokenizer function in a thread pool, to keep the event loop free."""
         return await to_thread.run_sync(function, limiter=self._tokenizing)
 
     async def parse(self, function: Callable[[], T]) -> T:

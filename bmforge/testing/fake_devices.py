@@ -30,7 +30,7 @@ class FakeDevices(FakeTensorMode):
         """Replace a model's tensors with fake tensors, in place.
 
         Args:
-            model: the model.
+            model: model on any device.
             home: device of everything outside the blocks.
             blocks: dict from block name to device.
         """

@@ -54,7 +54,7 @@ class BatchReader:
 
     Args:
         loader: data loader, a `Loader`.
-        num_epochs: number of epochs over a loader that ends.
+        num_epochs: number of epochs over a finite loader.
         device: device of the model.
         mesh: mesh of the model, or None for one process.
 

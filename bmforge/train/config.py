@@ -19,7 +19,7 @@ class TrainConfig:
 
     Args:
         steps: total number of optimizer steps.
-        num_epochs: number of epochs over a loader that ends; training ends after the last epoch
+        num_epochs: number of epochs over a finite loader; training ends after the last epoch
             or after `steps`, whichever comes first. bmforge's own loaders never end.
         seed: random seed of dropout; weights and sample order have separate seeds.
         precision: dtype of the computation: fp32, bf16 or fp16; must be the one with which the

@@ -52,7 +52,7 @@ class ConfigParser:
         config_file: path of the file.
 
     Raises:
-        ConfigError: the file is missing or not JSON, or has unknown or contradicting keys.
+        ConfigError: the file is missing or not JSON, or has unknown or conflicting keys.
     """
 
     def __init__(self, config_file: str) -> None:
@@ -86,7 +86,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     """Check a config, and return it with all keys in their current spelling.
 
     Raises:
-        ConfigError: the config has unknown or contradicting keys.
+        ConfigError: the config has unknown or conflicting keys.
     """
     if not isinstance(raw, dict):
         raise ConfigError(f"a BMCook config must be a JSON object with sections, not {raw!r}.")
@@ -150,7 +150,7 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         model: directory or hub id of the model whose module names are looked up.
 
     Raises:
-        ConfigError: the file has unknown or contradicting keys, or options that are not supported.
+        ConfigError: the file has unknown or conflicting keys, or options that are not supported.
     """
     config = ConfigParser(str(path)).config
     described = AutoModel.describe_pretrained(find_source(model).model)[0]

@@ -46,7 +46,7 @@ class ReduceType(Enum):
 
 
 class OpLinear:
-    """Function `F.linear` under BMTrain's name."""
+    """`F.linear`, as BMTrain names it."""
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

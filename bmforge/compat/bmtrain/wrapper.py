@@ -24,8 +24,8 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
     """Shard an ordinary model, such as a Hugging Face model, in place; return the model.
 
     Every child of a ModuleList, and every other repeated layer, becomes a `Block`. Tied parameters
-    stay tied; a layer that shares a parameter with another module is gathered module by module. A
-    model on the meta device gets shards without values, which `load` fills. Buffers that no
+    stay tied; a layer that shares a parameter with another module is all-gathered separately. A
+    model on the meta device gets uninitialized shards, which `load` fills. Buffers that no
     checkpoint contains (position tables) are computed by the model itself if it can, as
     transformers' models do.
 

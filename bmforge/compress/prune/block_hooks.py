@@ -36,7 +36,7 @@ def blend_part_(block: Block, part: str, blend: Blend) -> Callable[[], object]:
     In parallel blocks, a sublayer returns only what the block adds, and `before` is zero.
 
     Args:
-        block: block.
+        block: transformer block to change.
         part: "attn", "mlp" or "block".
         blend: function of the hidden states before and after the part.
 

@@ -29,7 +29,7 @@ class DeviceRoom:
     """Memory budget of one device.
 
     Args:
-        device: the device.
+        device: device that the budget applies to.
         room_bytes: memory budget in bytes.
         runtime_bytes: part of the budget for memory of the process other than tensors.
     """

@@ -75,7 +75,7 @@ class Encodings:
     """Computes the embeddings of all waiting requests, in order of arrival.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         max_rows: maximum number of inputs in a shared pass.
         max_tokens: maximum number of tokens in a shared pass.
     """

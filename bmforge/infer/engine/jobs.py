@@ -112,7 +112,7 @@ class PackedJobs:
     """Runs the batched requests: every model step computes tokens of several requests.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         config: limits of batched requests.
         total_tokens: capacity of the KV cache in tokens.
         draft: draft model for speculative decoding; None if there is none.

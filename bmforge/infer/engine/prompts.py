@@ -44,7 +44,7 @@ def _forbid_ngrams(config: GenerationConfig, ids: Sequence[int]) -> GenerationCo
 
 @dataclass(frozen=True)
 class Ready:
-    """Validated request, converted to token ids and complete generation options.
+    """Validated request with token ids and with all generation options set.
 
     Args:
         request: original request.
@@ -67,7 +67,7 @@ class PromptReader:
     """Validates requests for one model, and converts them to token ids and options.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         tokenizer: the model's tokenizer; None if there is none.
         limit: planned rows and tokens; None without a memory budget.
     """

@@ -42,7 +42,7 @@ def open_requests(
     """Create the batch loop for a model.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         open_tokenizer: function that returns the model's tokenizer; None if there is none.
         config: limits of the engine.
         is_limited: whether the engine has a memory budget.
@@ -70,7 +70,7 @@ class Requests:
     """Batch loop: runs a model for all requests on a background thread.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         reader: object that validates requests and converts them to token ids.
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.

@@ -29,7 +29,7 @@ class UnbatchedRunner:
     """Runner of one unbatched request.
 
     Args:
-        model: the model.
+        model: model that the engine runs.
         tokenizer: the model's tokenizer.
         ready: prepared request.
     """

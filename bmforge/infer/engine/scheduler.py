@@ -99,7 +99,7 @@ class SequenceChunk:
     """Consecutive tokens of a sequence that one step computes.
 
     Args:
-        sequence: the sequence.
+        sequence: sequence that the tokens belong to.
         start: position of the first token.
         end: position after the last token.
         guessed: draft tokens at the end, which are not yet in the sequence.

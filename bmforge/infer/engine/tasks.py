@@ -66,7 +66,7 @@ class TurnTask(EngineTask):
 
     Args:
         model: model that the function calls.
-        function: the function.
+        function: function to run.
         deadline_s: deadline in seconds, as in `EngineTask`.
         deltas: adapters that are active during the function, as in `Request`.
     """

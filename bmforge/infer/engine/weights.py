@@ -67,7 +67,7 @@ def place_(
     Streamed blocks are moved to the host, or to an unnamed file if the device is the host.
 
     Args:
-        model: the model.
+        model: model in memory; its blocks are moved in place.
         plan: placement.
         directory: directory for the unnamed file; None means the system's temporary directory.
 
@@ -95,7 +95,7 @@ def _offload(
     """Move one device's streamed blocks to the host or a file; return a reader of these blocks.
 
     Args:
-        model: the model.
+        model: model whose streamed blocks are moved.
         plan: plan of the device.
         directory: directory of the temporary file for blocks that the plan keeps on disk.
         cleanup: exit stack that will delete the file.

@@ -55,7 +55,7 @@ class ImageConversations:
     Answers with different numbers of images before them are separate rows.
 
     Args:
-        conversations: the conversations.
+        conversations: conversations in the order of the rows.
         render: function that renders the answers of a conversation by the chat template.
         tokenizer: the model's tokenizer.
         processor: the model's processor.
