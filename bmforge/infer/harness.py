@@ -56,7 +56,7 @@ class TextModel:
         template: chat template; None means the default template (``Role: text`` lines).
         max_length: maximum sequence length in tokens (default: the model's, at most 2,048).
         batch_size: number of sequences per forward pass.
-        rows: number of data-parallel ranks, and the rank of this process; None for a single process.
+        rows: number of data-parallel ranks, and this process's rank; None for a single process.
 
     Raises:
         ConfigError: the model cannot score a text.
