@@ -203,7 +203,8 @@ class UnpairedObjective:
         kl = (total / count.clamp(min=1)).clamp(min=0)
         # 0 without answers of both kinds: there is no margin then.
         weights = [count / n if min(good, count - good) else 0 * n for n in (good, count - good)]
-        return [{**batch, _KL: kl, **dict(zip(_MARGIN_WEIGHTS, weights))} for batch in added]
+        numbers = {_KL: kl, **dict(zip(_MARGIN_WEIGHTS, weights, strict=True))}
+        return [{**batch, **numbers} for batch in added]
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of answers, and its metrics."""
