@@ -37,7 +37,8 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
 
     Args:
         rewards: rewards of the answers.
-        name: key of `ADVANTAGES`; gae is not supported, because it needs values (`align.value`).
+        name: key of `ADVANTAGES`; gae and whitened are not supported, because they have one
+            advantage per token (`align.token_advantages`).
 
     Shape:
         rewards: (P, G) -> (P, G)
@@ -46,7 +47,7 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
         ConfigError: the method compares answers to the same prompt, but there is only one per
             prompt.
     """
-    if rewards.shape[1] == 1 and name not in ("whitened", "batch"):
+    if rewards.shape[1] == 1 and name != "batch":
         raise ConfigError(
             "rollout.num_generations=1 gives every answer the advantage 0 with "
             f"rl.advantage={name!r}, which compares the answers to one prompt. Generate at "
@@ -92,24 +93,19 @@ def _leave_one_out(rewards: Tensor) -> Tensor:
     return _center(rewards) * count / (count - 1).clamp(min=1)
 
 
-def _whiten(rewards: Tensor) -> Tensor:
-    """Return (reward - batch mean) / batch deviation (REINFORCE++, arXiv 2501.03262)."""
-    flat = _center(rewards.reshape(1, -1))
-    return (flat / (_deviation(flat, 1) + _EPSILON)).view_as(rewards)
-
-
 # Name -> function from rewards to advantages, (P, G); NaN stays NaN.
 ADVANTAGES: Mapping[AdvantageName, Callable[[Tensor], Tensor]] = {
     "group": _by_group,
     "batch": _by_batch,
     "mean": _center,  # Dr. GRPO, arXiv 2503.20783
     "leave_one_out": _leave_one_out,
-    "whitened": _whiten,
 }
 
 
 def discount_kl(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
     """Return REINFORCE++'s token advantages: reward minus the sum of later KL terms, whitened.
+
+    The mean and the deviation are those of all tokens, as in OpenRLHF and verl (arXiv 2501.03262).
 
     Args:
         rewards: reward of each answer; NaN for an answer without a reward.
@@ -124,4 +120,5 @@ def discount_kl(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tenso
     to_come = kl.flip(1).cumsum(1).flip(1)
     returns = rewards.double()[:, None] - beta * to_come
     returns = returns.masked_fill(~mask.bool(), torch.nan)
-    return _whiten(returns).nan_to_num(nan=0.0)
+    flat = _center(returns.reshape(1, -1))
+    return (flat / (_deviation(flat, 1) + _EPSILON)).view_as(returns).nan_to_num(nan=0.0)

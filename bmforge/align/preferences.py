@@ -47,6 +47,8 @@ _REWARDS: dict[str, MetricKind] = {
     "logps/rejected": "mean",
 }
 _REFERENCE, _KL = "reference_logps", "kl"
+# Weights of a good and of a bad answer in KTO's margin.
+_MARGIN_WEIGHTS = ("good_weight", "bad_weight")
 
 
 class PairObjective:
@@ -181,22 +183,28 @@ class UnpairedObjective:
         return int(pairs_of(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the reference model's log-probabilities, and the KL estimate z, to the micro-batches.
+        """Add the reference model's log-probabilities and numbers of the step to the micro-batches.
 
-        Comm: an all-reduce of two numbers.
+        The numbers are the KL estimate z, and the weights of answers in the metric of the margin.
+
+        Comm: an all-reduce of three numbers.
         """
         mesh, added = mesh_of(model), []
-        sums = torch.zeros(2, dtype=torch.float64, device=micro_batches[0]["labels"].device)
+        sums = torch.zeros(3, dtype=torch.float64, device=micro_batches[0]["labels"].device)
         for batch in micro_batches:
             batch = _with_reference(self._reference, model, batch)
             other = {name: batch[name][1::2] for name in ("input_ids", "labels", _REFERENCE)}
             ratio = score_rows(model, other).double() - other[_REFERENCE].double()
             is_real = pairs_of(batch)
-            sums += torch.stack((ratio.where(is_real, 0).sum(), is_real.sum().double()))
+            counts = is_real.sum().double(), (is_real & batch["is_good"].bool()).sum().double()
+            sums += torch.stack((ratio.where(is_real, 0).sum(), *counts))
             added.append(batch)
-        total, count = sum_over_axes(sums, mesh, *ROW_AXES)
+        total, count, good = sum_over_axes(sums, mesh, *ROW_AXES)
         kl = (total / count.clamp(min=1)).clamp(min=0)
-        return [{**batch, _KL: kl} for batch in added]
+        # 0 without answers of both kinds: there is no margin then.
+        weights = [count / n if min(good, count - good) else 0 * n for n in (good, count - good)]
+        numbers = {_KL: kl, **dict(zip(_MARGIN_WEIGHTS, weights, strict=True))}
+        return [{**batch, **numbers} for batch in added]
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of answers, and its metrics."""
@@ -214,8 +222,7 @@ class UnpairedObjective:
         for name, marked in (("chosen", is_good), ("rejected", ~is_good)):
             metrics[f"rewards/{name}"] = _mean(reward, is_real & marked)
             metrics[f"logps/{name}"] = _mean(logps, is_real & marked)
-        signed = torch.where(is_good, reward, -reward)
-        metrics["rewards/margins"] = _mean(signed, is_real)
+        metrics["rewards/margins"] = _margin(reward, is_good, is_real, batch)
         is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
         metrics |= _token_metrics(scores, is_answer)
         return LossAndMetrics(loss.where(is_real, 0).sum() / num_items, metrics)
@@ -237,6 +244,19 @@ def _has_score(labels: Tensor) -> Tensor:
 def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the values over non-padding pairs, and the number of these pairs."""
     return values.detach().where(is_real, 0).sum(), is_real.sum()
+
+
+def _margin(
+    reward: Tensor, is_good: Tensor, is_real: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's part of KTO's margin: mean reward of good minus that of bad answers.
+
+    Both means are over the optimizer step, as in TRL, so the parts of a step's micro-batches have
+    the weights that `UnpairedObjective.prepare` computed from the step's numbers of answers.
+    """
+    good, bad = (batch[name].to(reward.dtype) for name in _MARGIN_WEIGHTS)
+    total, count = _mean(torch.where(is_good, good * reward, -bad * reward), is_real)
+    return total, count * (good > 0)
 
 
 def _nll_of_chosen(scores: TokenScores, targets: Tensor, batch: Batch) -> Tensor:

@@ -38,7 +38,8 @@ class RolloutConfig:
             then differ from the sampled one.
         steps_per_generation: optimizer steps among which the answers of a rollout are divided.
         num_iterations: epochs over the answers of a rollout.
-        mask_truncated_completions: exclude answers that reached max_new_tokens from the loss.
+        mask_truncated_completions: exclude answers that reached max_new_tokens from the loss;
+            their rewards still count in the mean and the deviation of their group.
         overlong_tokens: length of the range before max_new_tokens in which a penalty on the reward
             increases linearly from 0 to 1 (DAPO; 0: no penalty).
         max_num_seqs: maximum number of answers that are generated at once.

@@ -316,23 +316,26 @@ class RolloutLoader:
         return {name: self._gather(tables[name]) for name in tables if needed[name]}
 
     def _set_advantages(self, scores: Mapping[str, Mapping[int, list[float]]]) -> None:
-        """Compute and set the advantage of every token."""
+        """Compute and set the advantage of every token.
+
+        A group's statistics include the rewards of truncated answers that are left out of the loss.
+        """
         answers, policy = self._answers, self._policy
-        nan = torch.nan
         rewards = torch.tensor(
-            [nan if a.reward is None or a.is_masked else a.reward for a in answers],
-            dtype=torch.float64,
+            [torch.nan if a.reward is None else a.reward for a in answers], dtype=torch.float64
         )
-        kl_in_reward = policy.kl_in == "reward" and bool(policy.beta)
-        if policy.advantage == "gae" or (kl_in_reward and policy.advantage == "whitened"):
-            set_token_advantages(answers, rewards, scores, policy)
+        is_masked = torch.tensor([a.is_masked for a in answers])
+        if policy.advantage in ("gae", "whitened"):
+            set_token_advantages(answers, rewards.where(~is_masked, torch.nan), scores, policy)
             return
-        if kl_in_reward:
+        if policy.kl_in == "reward" and policy.beta:
             sums = [sum(scores["kl"][n]) for n in range(len(answers))]
             rewards -= policy.beta * torch.tensor(sums)
         groups = rewards.view(-1, self._config.num_generations)
-        advantages = compute_advantages(groups, policy.advantage).flatten().tolist()
-        for answer, advantage in zip(answers, advantages, strict=True):
+        advantages = compute_advantages(groups, policy.advantage).flatten()
+        for answer, advantage in zip(
+            answers, advantages.where(~is_masked, 0).tolist(), strict=True
+        ):
             answer.advantage = [advantage] * len(answer.ids)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Advantages that differ between an answer's tokens, in PPO and in REINFORCE++ with a KL term."""
+"""Advantages that differ between an answer's tokens, in PPO and in REINFORCE++."""
 
 from __future__ import annotations
 

@@ -395,6 +395,29 @@ def test_kto_of_bad_rows_only() -> None:
     assert result is not None
     assert torch.isfinite(result.loss)
     assert int(result.metrics["rewards/chosen"][1]) == 0
+    assert int(result.metrics["rewards/margins"][1]) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_the_margin_of_kto_is_the_difference_of_both_mean_rewards(size: int) -> None:
+    """TRL's definition, with 6 good and 2 bad answers; micro-batches of one kind change nothing."""
+    model, reference = make_model(), make_model(2)
+    batch = make_batch(is_good=torch.tensor([1, 1, 1, 1, 1, 1, 0, 0]))
+    parts = [
+        {name: t[i * len(t) // 8 : (i + size) * len(t) // 8] for name, t in batch.items()}
+        for i in range(0, 8, size)
+    ]
+    objective = UnpairedObjective(options_of("kto"), frozen_copy(reference))
+    total, count = 0.0, 0.0
+    for part in prepare_batches(objective, model, parts):
+        result = objective(model, part, 8)
+        assert result is not None
+        numerator, denominator = result.metrics["rewards/margins"]
+        total, count = total + float(numerator), count + float(denominator)
+    with torch.no_grad():
+        ratio = (row_sums(model, batch)[0] - row_sums(reference, batch)[0])[::2]
+    want = 0.1 * (ratio[:6].mean() - ratio[6:].mean())
+    assert total / count == pytest.approx(float(want), rel=1e-6)
 
 
 def test_kto_weights() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,32 @@ def test_unscored_and_truncated_answers_leave_the_loss_and_its_denominator() -> 
     ):
         objective = PolicyObjective(Policy(normalize=normalize), 1.0, 6)  # type: ignore[arg-type]
         assert sum(objective.count(batch) for batch in batches) == wanted
+
+
+def test_rewards_of_truncated_answers_count_in_their_group() -> None:
+    """As in TRL: only the loss of a truncated answer is masked."""
+    loader = open_loader(make_model(), mask_truncated_completions=True)
+    next(loader)
+    is_cut = [a.finish_reason == "length" for a in loader._answers]
+    assert any(any(is_cut[i : i + 4]) and not all(is_cut[i : i + 4]) for i in (0, 4))
+    for start in (0, 4):
+        group = loader._answers[start : start + 4]
+        rewards = [a.reward for a in group]
+        mean, spread = statistics.fmean(rewards), statistics.stdev(rewards)
+        wanted = [0.0 if a.is_masked else (a.reward - mean) / (spread + 1e-4) for a in group]
+        assert [a.advantage[0] for a in group] == pytest.approx(wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1e-9])
+def test_whitened_advantages_are_those_of_all_tokens(beta: float) -> None:
+    """With and without a KL term: longer answers have a larger weight in the mean."""
+    loader = open_loader(make_model(), PolicyConfig(beta=beta).resolve("reinforce++"))
+    next(loader)
+    rewards = [a.reward for a in loader._answers for _ in a.ids]
+    mean, spread = statistics.fmean(rewards), statistics.stdev(rewards)
+    found = [value for a in loader._answers for value in a.advantage]
+    assert len({len(a.ids) for a in loader._answers}) > 1
+    assert found == pytest.approx([(r - mean) / (spread + 1e-4) for r in rewards], abs=1e-6)
 
 
 def test_long_answers_lose_reward_linearly() -> None:
