@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from bmforge.align.reward_calls import LOG_ARGUMENTS, STATE_ARGUMENT
 from bmforge.errors import ConfigError, MissingDependencyError
 
-__all__ = ["VERIFIERS", "make_verifier", "text_of"]
+__all__ = ["COLUMN_KINDS", "VERIFIERS", "make_verifier", "missing_column", "text_of"]
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _CHOICE = re.compile(r"(?<![A-Za-z0-9])([A-Za-z])(?![A-Za-z0-9])")
+
+# Kinds of verifiers whose argument is a column of the data set.
+COLUMN_KINDS = frozenset(("exact", "number", "choice"))
+# Arguments of a reward function that are not columns of the data set.
+_ARGUMENTS = frozenset(("prompts", "completion_ids", STATE_ARGUMENT, *LOG_ARGUMENTS))
 
 Reward = Callable[..., list[float | None]]
 
@@ -46,15 +52,20 @@ def make_verifier(kind: str, argument: str) -> Reward:
     return VERIFIERS[kind][0](argument)
 
 
+def missing_column(column: str, columns: Iterable[str]) -> ConfigError:
+    """Return the error for a column that no prompt has."""
+    return ConfigError(
+        f"the prompts have no column {column!r} (columns: {', '.join(sorted(columns)) or 'none'}). "
+        "Name one of these columns, or add the column to the data."
+    )
+
+
 def _compare(column: str, is_right: Callable[[str, Any], bool]) -> Reward:
     """Return a reward function that compares answers with a column of the data set."""
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if column not in columns:
-            raise ConfigError(
-                f"the prompts have no column {column!r} (columns: "
-                f"{', '.join(sorted(set(columns) - {'prompts', 'completion_ids'})) or 'none'})."
-            )
+            raise missing_column(column, set(columns) - _ARGUMENTS)
         pairs = zip(completions, columns[column], strict=True)
         return [
             None if right is None else float(is_right(text_of(answer), right))

@@ -155,8 +155,17 @@ def adapter_defaults(kind: str | None) -> dict[str, Any]:
 
 
 def settle_adapter(config: Any) -> Any:
-    """Return the config of a run with the default sizes of its adapter filled in, for run.toml."""
+    """Return the config of a run with the default sizes of its adapter filled in, for run.toml.
+
+    Raises:
+        ConfigError: the adapter has dropout, but the run disables dropout.
+    """
     chosen: AdapterConfig = config.adapter
+    if chosen.dropout and config.train.disable_dropout:
+        raise ConfigError(
+            f"adapter.dropout={chosen.dropout} has no effect, because this run disables dropout "
+            "(train.disable_dropout=True). Leave adapter.dropout out."
+        )
     defaults = adapter_defaults(chosen.kind)
     missing = {name: v for name, v in defaults.items() if getattr(chosen, name) is None}
     if not missing:

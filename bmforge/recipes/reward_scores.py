@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bmforge.align.rewards import RewardSet, open_rewards
+from bmforge.align.rewards import RewardSet, open_rewards, read_weight
+from bmforge.align.verifiers import COLUMN_KINDS, missing_column
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
 from bmforge.data.sources.step_labels import StepExample
@@ -31,6 +32,7 @@ __all__ = [
     "ProcessRewardModel",
     "RewardModel",
     "StepAggregation",
+    "check_columns",
     "open_reward_model",
     "open_reward_sources",
 ]
@@ -74,6 +76,20 @@ def open_reward_sources(
             "Leave it out."
         )
     return sources
+
+
+def check_columns(rewards: Sequence[str | Callable[..., Any]], columns: Collection[str]) -> None:
+    """Raise `ConfigError` if a verifier compares with a column that no prompt has.
+
+    Args:
+        rewards: see `open_rewards`.
+        columns: names of the prompts' columns.
+    """
+    for reward in rewards:
+        if isinstance(reward, str):
+            kind, _, column = read_weight(reward)[0].partition(":")
+            if kind in COLUMN_KINDS and column and column not in columns:
+                raise missing_column(column, columns)
 
 
 def open_reward_model(

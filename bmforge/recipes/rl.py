@@ -18,7 +18,7 @@ from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
-from bmforge.recipes.reward_scores import StepAggregation, open_reward_sources
+from bmforge.recipes.reward_scores import StepAggregation, check_columns, open_reward_sources
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
@@ -83,6 +83,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         )
     check_value(config, policy)
     run = RolloutRun(config, rows)
+    check_columns(config.reward, run.columns)
     rewards = open_reward_sources(
         config.reward, config.reward_timeout_s, config.step_aggregation, rows.device
     )

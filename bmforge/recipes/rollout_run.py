@@ -106,6 +106,7 @@ class RolloutRun:
 
     Attributes:
         tokenizer: tokenizer of the run.
+        columns: names of the prompts' columns.
         loader: loader of the run, after `open_loader`.
     """
 
@@ -116,6 +117,7 @@ class RolloutRun:
         self._config, self._rows = config, rows
         self.tokenizer = open_tokenizer(config)
         prompts = read_all(config.data)
+        self.columns = frozenset(name for prompt in prompts for name in prompt.columns)
         self._template = open_template(config, self.tokenizer, prompts)
         self._functions = open_functions(config, self._template)
         schemas = [process.schema for process in self._functions.values() if process.schema]

@@ -12,16 +12,18 @@ import torch
 
 from bmforge.align.policy import PolicyConfig
 from bmforge.align.rollout_config import RolloutConfig
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.parallel import Layout
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.distill import OnPolicyDistillationConfig
-from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.inputs.prompt_rows import PromptConfig, encode_prompts, read_all
 from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.rl import ReinforcementConfig
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import run_distributed
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, read_metrics
 
 LETTERS = "0123456789+=abcdefgh"
@@ -201,6 +203,8 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"method": "trpo"}, "method='trpo'"),
         ({"reward": ()}, "no reward is set"),
         ({"reward": ("json:no_such",)}, "has no function"),
+        ({"reward": ("exact:solution=2",)}, r"no column 'solution' \(columns: answer\)"),
+        ({"adapter": AdapterConfig(kind="lora", dropout=0.1)}, "adapter.dropout=0.1 has no effect"),
         ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),
         ({"train": TrainConfig()}, "disable_dropout"),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
@@ -212,6 +216,47 @@ def test_what_cannot_run_is_refused_before_the_run(place: Path, changes: Any, wo
     with pytest.raises(ConfigError, match=words):
         recipe_of(place).run(make_config(place, "refused", 2, **changes))
     assert not (place / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": [{"role": "user", "content": "1", "name": "a"}]}, "line 1: .* field 'name'"),
+        (
+            {"prompt": [{"role": "user", "content": "1"}], "tools": "{"},
+            "line 1: 'tools' is not JSON",
+        ),
+        ({"prompt": "1+", "tools": [{"name": "f"}]}, "line 1: 'tools' has no effect"),
+        ({"prompt": "1+", "chat_template_kwargs": {"a": 1}}, "'chat_template_kwargs' has no"),
+        ({"prompt": "1+", "chat_template_kwargs": "a"}, "'chat_template_kwargs' must be"),
+    ],
+)
+def test_fields_without_effect_are_refused(place: Path, fields: Any, words: str) -> None:
+    file = place / "fields.jsonl"
+    file.write_text(json.dumps(fields) + "\n")
+    with pytest.raises(DataError, match=words):
+        recipe_of(place).run(
+            make_config(place, "refused", 2, data=PromptConfig(paths=(str(file),), seq_len=6))
+        )
+
+
+def test_ignored_fields_and_tools_as_json_change_no_prompt(place: Path, tmp_path: Path) -> None:
+    """A template reads neither an ignored field nor the text form of the tools."""
+    source = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    template = ChatTemplate(source, tokenizer)
+    user = {"role": "user", "content": "1+"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [
+        {"prompt": [user], "tools": tools},
+        {"prompt": [{**user, "name": "a", "id": 7}], "tools": json.dumps(tools)},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = PromptConfig(paths=(str(file),), ignore=("id", "name"))
+    plain, other = encode_prompts(read_all(data), data, tokenizer, template)
+    assert plain.ids == other.ids
+    assert other.content[0]["name"] == "a"  # reward functions get the whole message
 
 
 def test_teachers_of_other_vocabularies_are_refused(place: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from bmforge.data.sources.conversation_forms import read_tools
 from bmforge.data.sources.conversations import find_conversation_files, read_records
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message, normalize_message
@@ -83,8 +84,21 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     checked = columns.get("reward_model")
     if isinstance(checked, dict) and "ground_truth" in checked:
         columns.setdefault("ground_truth", checked["ground_truth"])
-    variables = dict(record.get("chat_template_kwargs") or {})
-    return PromptRecord(source, content, record.get("tools") or None, variables, columns)
+    variables = record.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise DataError(
+            f"{source}: 'chat_template_kwargs' must be an object with variables of the chat "
+            "template."
+        )
+    tools = read_tools({"tools": record.get("tools")}, source)
+    if isinstance(content, str) and (tools or variables):
+        name = "tools" if tools else "chat_template_kwargs"
+        raise DataError(
+            f"{source}: {name!r} has no effect, because the prompt is a text, which is not "
+            "rendered with the chat template. Leave the field out, or write the prompt as a list "
+            "of messages."
+        )
+    return PromptRecord(source, content, tools, variables, columns)
 
 
 def _read_message(message: Any, source: str) -> Message:

@@ -32,6 +32,7 @@ __all__ = [
     "EncodedRow",
     "PackedConversations",
     "choose_width",
+    "drop_fields",
     "encode_turns",
     "open_answers",
     "pack_rows",
@@ -83,10 +84,7 @@ def render_conversation(
             f"does not use (it uses {', '.join(sorted(template.variables))}). Ignore them with "
             f"--data.ignore {' '.join(unknown)}."
         )
-    messages = [
-        {k: v for k, v in message.items() if k not in ignore or _is_tool_name(message, k)}
-        for message in conversation.messages
-    ]
+    messages = drop_fields(conversation.messages, ignore)
     numbers: list[int] = []
     try:
         check_fields(template, messages, tools, variables)
@@ -96,6 +94,14 @@ def render_conversation(
     if untrained is not None:
         untrained += [conversation.place] * len(numbers)
     return turns
+
+
+def drop_fields(messages: Sequence[Message], ignore: Sequence[str]) -> list[Message]:
+    """Return the messages without the fields to ignore; tool messages keep their `name`."""
+    return [
+        {k: v for k, v in message.items() if k not in ignore or _is_tool_name(message, k)}
+        for message in messages
+    ]
 
 
 def _is_tool_name(message: Message, key: str) -> bool:

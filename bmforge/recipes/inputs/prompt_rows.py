@@ -11,10 +11,12 @@ from bmforge.data.sources.prompts import PromptRecord, read_prompts
 from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.logging import get_logger
+from bmforge.recipes.inputs.conversation_rows import drop_fields
 from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.recipes.inputs.pieces import find_tokenizer
 from bmforge.recipes.sft import read_template
 from bmforge.tokenizers.chat_template import ChatTemplate
+from bmforge.tokenizers.chat_turns import check_fields
 
 __all__ = [
     "PromptConfig",
@@ -38,9 +40,12 @@ class PromptConfig(ExampleConfig):
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
         global_batch_size: answers per optimizer step over all processes.
         micro_batch_size: answers per forward pass on one process.
+        ignore: fields of messages to ignore; any other field that the chat template does not read
+            is an error.
     """
 
     seq_len: int = 512
+    ignore: tuple[str, ...] = ("id",)
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or an option without effect."""
@@ -98,7 +103,7 @@ def encode_prompts(
     """
     if tools is not None:
         prompts = [replace(p, tools=p.tools or tools) for p in prompts]
-    rows = [_encode(prompt, tokenizer, template) for prompt in prompts]
+    rows = [_encode(prompt, tokenizer, template, data.ignore) for prompt in prompts]
     short = [row for row in rows if len(row.ids) <= data.seq_len]
     if not short:
         raise DataError(
@@ -113,7 +118,9 @@ def encode_prompts(
     return short
 
 
-def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None) -> PromptRow:
+def _encode(
+    prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None, ignore: Sequence[str]
+) -> PromptRow:
     if isinstance(prompt.content, str):
         ids: Sequence[int] = tokenizer.encode_prompt(prompt.content)
     else:
@@ -125,7 +132,12 @@ def _encode(prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None)
                 f"{prompt.source}: the chat template does not use {', '.join(unread)} (it uses "
                 f"{', '.join(sorted(template.variables))}). Leave these fields out."
             )
-        ids = template.encode(prompt.content, prompt.tools, **prompt.variables)[1]
+        messages = drop_fields(prompt.content, ignore)
+        try:
+            check_fields(template, messages, prompt.tools, prompt.variables)
+        except DataError as error:
+            raise DataError(f"{prompt.source}: {error}") from error
+        ids = template.encode(messages, prompt.tools, **prompt.variables)[1]
     if not ids:
         raise DataError(f"{prompt.source}: the prompt is empty. Remove it.")
     return PromptRow(tuple(ids), prompt.content, prompt.columns)
