@@ -46,7 +46,7 @@ class PolicyConfig:
             gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the answer.
         clip: "ppo": clipped surrogate of PPO; "cispo": policy gradient with a clipped weight;
             "none": plain policy gradient.
-        clip_low: the lower bound of the ratio is 1 - clip_low; no effect if clip is "cispo".
+        clip_low: the lower bound of the ratio is 1 - clip_low; only for "ppo".
         clip_high: the upper bound of the ratio is 1 + clip_high, or clip_high if clip is "cispo".
         clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
             1912.09729).
@@ -98,6 +98,11 @@ class PolicyConfig:
         parts = {name: value for name, value in vars(self).items() if value is not None}
         policy = Policy(**{**METHODS[method], **parts})
         policy.check()
+        for name, (is_idle, reason) in _find_idle(policy).items():
+            if is_idle and name in parts:
+                raise ConfigError(
+                    f"rl.{name}={parts[name]} has no effect with {reason}. Leave rl.{name} out."
+                )
         return policy
 
 
@@ -145,6 +150,20 @@ class Policy:
                 wrong.append(f"rl.{name}={value} has no effect without rl.advantage=gae")
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+def _find_idle(policy: Policy) -> dict[str, tuple[bool, str]]:
+    """Return for options of the loss whether they have no effect, and the setting that is why."""
+    has_kl, clip = policy.beta > 0, f"rl.clip={policy.clip}"
+    in_reward = has_kl and policy.kl_in == "reward"
+    return {
+        "kl": (not has_kl, "rl.beta=0"),
+        "kl_in": (not has_kl, "rl.beta=0"),
+        "kl_importance": (not has_kl or in_reward, "rl.kl_in=reward" if in_reward else "rl.beta=0"),
+        "correction_cap": (policy.correction == "none", "rl.correction=none"),
+        "clip_low": (policy.clip != "ppo", clip),
+        "clip_high": (policy.clip == "none", clip),
+    }
 
 
 # Published method -> fields that differ from GRPO's.
@@ -216,11 +235,12 @@ RATIOS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _clip_ppo(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:
     """Return PPO's clipped surrogate loss of every token."""
-    bounded = ratio
-    if config.clip_dual is not None:
-        bounded = torch.where(inputs.advantages < 0, ratio.clamp(max=config.clip_dual), ratio)
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    return -torch.minimum(bounded * inputs.advantages, clipped * inputs.advantages)
+    gain = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+    if config.clip_dual is not None:
+        least = config.clip_dual * inputs.advantages
+        gain = torch.where(inputs.advantages < 0, torch.maximum(gain, least), gain)
+    return -gain
 
 
 def _clip_weight(ratio: Tensor, inputs: PolicyInputs, config: Policy) -> Tensor:

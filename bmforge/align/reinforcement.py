@@ -242,7 +242,7 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
         trains_base: True if modules that are not part of an adapter are trained.
 
     Raises:
-        ConfigError: the model is sharded, so that it cannot be copied.
+        ConfigError: the model is on several processes, so that it cannot be copied.
     """
     if list_deltas(model) and not trains_base:
         return _reference_of(model, lambda: choosing_deltas(model, base_adapters(model)))
@@ -250,8 +250,9 @@ def open_reference(model: Any, trains_base: bool) -> Reference:
     is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
     if is_sharded or (record is not None and record.mesh is not None and record.mesh.size() > 1):
         raise ConfigError(
-            "rl.beta above 0 needs a reference model, but a sharded model cannot be copied. Add "
-            "--adapter lora, so that the base model is the reference, or set rl.beta=0."
+            "rl.beta above 0 needs a reference model, but a model on several processes cannot be "
+            "copied. Add --adapter lora, so that the base model is the reference, or set "
+            "rl.beta=0."
         )
     return _reference_of(copy.deepcopy(model).requires_grad_(False), nullcontext)
 

@@ -82,6 +82,10 @@ class RolloutConfig:
             wrong.append(
                 f"rollout.max_turns={self.max_turns} must be at least 2 if rollout.tools is set"
             )
+        for name in ("max_turns", "tool_timeout_s"):
+            value = getattr(self, name)
+            if not self.tools and value != getattr(RolloutConfig, name):
+                wrong.append(f"rollout.{name}={value} has no effect without rollout.tools")
         if not self.tool_timeout_s > 0:
             wrong.append(f"rollout.tool_timeout_s={self.tool_timeout_s} must be above 0")
         if not self.temperature > 0:

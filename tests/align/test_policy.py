@@ -158,6 +158,18 @@ def test_parts_combine(number: int) -> None:
     _compare(config, _inputs(number))
 
 
+def test_a_dual_clip_below_the_upper_bound_bounds_the_loss() -> None:
+    """arXiv 1912.09729, equation 5: with a negative advantage the loss is at most clip_dual."""
+    ratio = torch.tensor([[0.5, 0.9, 1.05, 1.15, 1.3, 4.0]], dtype=torch.float64)
+    logprobs = ratio.log().requires_grad_(True)
+    ones = torch.ones_like(ratio)
+    inputs = PolicyInputs(logprobs, ones, -ones, torch.zeros_like(ratio))
+    loss, _ = policy_loss(inputs, Policy(clip_dual=1.1, normalize="token"), MAX_TOKENS)
+    assert float(loss.detach()) == pytest.approx(0.8 + 0.9 + 1.05 + 3 * 1.1, rel=1e-12)
+    gradient = torch.autograd.grad(loss, logprobs)[0]
+    assert gradient[0].tolist() == pytest.approx([0, 0.9, 1.05, 0, 0, 0], abs=1e-12)
+
+
 def test_the_first_update_has_the_ratio_one_and_clips_nothing() -> None:
     inputs = _inputs(0, on_policy=True)
     for name in METHODS:
@@ -272,6 +284,26 @@ def test_kl_to_come_is_subtracted_and_padding_changes_nothing() -> None:
 def test_numbers_out_of_range_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Policy(**fields).check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kl": "k2"}, "kl=k2 has no effect with rl.beta=0"),
+        ({"kl_in": "loss"}, "kl_in=loss has no effect with rl.beta=0"),
+        ({"kl_importance": False}, "kl_importance=False has no effect with rl.beta=0"),
+        (
+            {"beta": 0.1, "kl": "k1", "kl_in": "reward", "kl_importance": True},
+            "kl_importance=True has no effect with rl.kl_in=reward",
+        ),
+        ({"correction_cap": 3.0}, "correction_cap=3.0 has no effect with rl.correction=none"),
+        ({"clip": "cispo", "clip_low": 0.1}, "clip_low=0.1 has no effect with rl.clip=cispo"),
+        ({"clip": "none", "clip_high": 0.1}, "clip_high=0.1 has no effect with rl.clip=none"),
+    ],
+)
+def test_options_without_effect_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        PolicyConfig(**fields).resolve("grpo")
 
 
 def test_given_parts_replace_those_of_the_method() -> None:

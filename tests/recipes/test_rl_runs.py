@@ -206,6 +206,8 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"reward": ("exact:solution=2",)}, r"no column 'solution' \(columns: answer\)"),
         ({"adapter": AdapterConfig(kind="lora", dropout=0.1)}, "adapter.dropout=0.1 has no effect"),
         ({"rollout": RolloutConfig(max_new_tokens=64)}, "max_seq_len=32"),
+        ({"rollout": RolloutConfig(max_turns=3)}, "max_turns=3 has no effect"),
+        ({"rollout": RolloutConfig(tool_timeout_s=3.0)}, "tool_timeout_s=3.0 has no effect"),
         ({"train": TrainConfig()}, "disable_dropout"),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
         ({"rollout": RolloutConfig(num_generations=5, max_new_tokens=5)}, "num_generations=5"),
