@@ -86,7 +86,7 @@ def _check_layout(config: Any) -> None:
             "on-policy distillation supports data parallelism and layout.zero, but not tensor, "
             "pipeline or context parallelism. Leave these out."
         )
-    for name in ("exact_logprobs", "tools"):
+    for name in ("exact_logprobs", "tools", "mask_truncated_completions", "overlong_tokens"):
         if getattr(config.rollout, name):
             raise ConfigError(f"rollout.{name} has no effect in distillation. Leave it out.")
 

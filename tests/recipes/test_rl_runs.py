@@ -272,6 +272,20 @@ def test_teachers_of_other_vocabularies_are_refused(place: Path, tmp_path: Path)
         recipe.run(recipe.config(**given))
 
 
+@pytest.mark.parametrize("option", [{"mask_truncated_completions": True}, {"overlong_tokens": 2}])
+def test_options_of_rewards_are_refused_in_distillation(place: Path, option: Any) -> None:
+    recipe, base = recipe_of(place, "distill"), make_config(place, "refused", 2)
+    config = recipe.config(
+        run_dir=base.run_dir,
+        data=base.data,
+        rollout=RolloutConfig(max_new_tokens=5, **option),
+        teacher=str(place / "teacher"),
+    )
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} has no effect"):
+        recipe.run(config)
+    assert not base.run_dir.exists()
+
+
 def test_the_configs_are_those_of_the_tasks(place: Path) -> None:
     assert issubclass(recipe_of(place).config, ReinforcementConfig)
     assert issubclass(recipe_of(place, "distill").config, OnPolicyDistillationConfig)
