@@ -230,7 +230,7 @@ class MergeCommand:
         adapter: adapter directory, or the directory of a run that trained an adapter.
         out: directory to write.
         base: directory, hub id or short name of the base model; if None, the model named in the
-            adapter's config. If the adapter was trained on a quantized model, give the 16-bit
+            adapter's config. If the adapter was trained on a quantized model, pass the 16-bit
             model.
         dtype: dtype of the written weights; if None, that of the base model.
         allow_other_base: accept a base model whose weights differ from those that the adapter was
