@@ -23,7 +23,7 @@ from bmforge import errors
 from bmforge.cli.commands import COMMANDS, Command
 from bmforge.cli.data import SUBCOMMANDS as DATA_COMMANDS
 from bmforge.cli.options import EvaluateCommand
-from bmforge.cli.parse import is_inlined
+from bmforge.cli.parse import is_inlined, split_default
 from bmforge.parallel import Layout
 from bmforge.recipes.registry import TASKS, Task
 from bmforge.serve.metrics import Metrics
@@ -113,9 +113,12 @@ def find_options(kind: type[Any], prefix: str = "", group: str = "") -> Iterator
             about = f"{field.name}: {first_sentence(inner)}" if is_group else group
             yield from find_options(inner, inside, about)
         else:
-            text = texts.get(field.name, "")
+            text, default = texts.get(field.name, ""), describe_default(field)
+            if default in ("`None`", "empty"):
+                text, stated = split_default(text)
+                default = stated or default
             name = name.upper() if tyro.conf.Positional in marks else name
-            yield Option(name, describe_type(hint), describe_default(field), text, group)
+            yield Option(name, describe_type(hint), default, text, group)
 
 
 def table(options: list[Option], dashes: bool) -> str:

@@ -58,7 +58,7 @@ class PolicyConfig:
             - 1 + k1.
         kl_in: "reward": subtract the KL from the reward; "loss": add the KL to the loss.
         kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
-            reverse KL (TRL's use_bias_correction_kl; if None, on).
+            reverse KL, as TRL's use_bias_correction_kl does (if None: on).
         correction: importance correction of answers that another policy sampled, by the weight
             old/sampler of each token. "none": no correction; "truncate": weight of at most
             correction_cap; "mask": leave out tokens with a weight above correction_cap or below
@@ -67,7 +67,7 @@ class PolicyConfig:
         entropy_bonus: coefficient of the entropy that is added to the objective (if None: 0).
         gamma: discount factor of later rewards if advantage is "gae" (if None: 1).
         lam: lambda of generalized advantage estimation, from 0 (one-step estimates) to 1 (full
-            returns; if None: 0.95).
+            returns) (if None: 0.95).
     """
 
     advantage: AdvantageName | None = None

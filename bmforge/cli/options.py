@@ -229,10 +229,10 @@ class MergeCommand:
     Args:
         adapter: adapter directory, or the directory of a run that trained an adapter.
         out: directory to write.
-        base: directory, hub id or short name of the base model; if None, the model named in the
-            adapter's config. If the adapter was trained on a quantized model, give the 16-bit
+        base: directory, hub id or short name of the base model (if None: the model named in the
+            adapter's config). If the adapter was trained on a quantized model, pass the 16-bit
             model.
-        dtype: dtype of the written weights; if None, that of the base model.
+        dtype: dtype of the written weights (if None: that of the base model).
         allow_other_base: accept a base model whose weights differ from those that the adapter was
             trained on, such as a later version of the model.
     """
@@ -334,7 +334,7 @@ class PlanCommand:
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: train an adapter of this kind, such as lora, on all linear layers.
         adapter_rank: rank of the adapter (if None: 8).
-        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 (QLoRA; if None,
+        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 for QLoRA (if None:
             that of the computation).
         gpus: number of GPUs.
         gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.

@@ -6,12 +6,19 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from bmforge.cli.foreign_options import suggest_option
 from bmforge.errors import ConfigError
@@ -24,11 +31,13 @@ __all__ = [
     "join_repeated",
     "parse_options",
     "spell_switches",
+    "split_default",
     "take_option",
     "take_switch",
 ]
 
 _WORDS = ("True", "False")
+_STATED_DEFAULT = re.compile(r"\s*\(if (?:None|empty): ((?:[^()]|\([^()]*\))+)\)")
 
 
 def parse_options(
@@ -48,7 +57,9 @@ def parse_options(
     """
     spelled = _spell_options(kind, arguments)
     _check_names(kind, spelled, command)
-    with _silence_other_processes():
+    shows_help = not {"-h", "--help"}.isdisjoint(spelled)
+    registry = _stated_defaults() if shows_help else contextlib.nullcontext()
+    with _silence_other_processes(), registry:
         return tyro.cli(
             kind,
             args=spelled,
@@ -57,6 +68,47 @@ def parse_options(
             default=default if default is not None else tyro.MISSING_NONPROP,
             config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
         )
+
+
+def split_default(text: str) -> tuple[str, str]:
+    """Split "TEXT (if None: X)" into TEXT and X, the default in effect; X is "" if not stated."""
+    match = _STATED_DEFAULT.search(text)
+    if match is None or _STATED_DEFAULT.search(text, match.end()):  # two defaults for two cases
+        return text, ""
+    return text[: match.start()] + text[match.end() :], " ".join(match[1].split())
+
+
+def _stated_defaults() -> ConstructorRegistry:
+    """Return a registry of tyro with which the help shows X, not None, for "(if None: X)"."""
+    registry = ConstructorRegistry()
+    is_inside = False
+
+    @registry.struct_rule
+    def state_defaults(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal is_inside
+        if is_inside or not dataclasses.is_dataclass(info.type):
+            return None
+        is_inside = True  # tyro's own rule for dataclasses applies
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            is_inside = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        return dataclasses.replace(spec, fields=tuple(map(_state_default, spec.fields)))
+
+    return registry
+
+
+def _state_default(field: StructFieldSpec) -> StructFieldSpec:
+    text = field.helptext() if callable(field.helptext) else field.helptext
+    about, default = split_default(text or "")
+    if not default or not (field.default is None or field.default in ((), "")):
+        return field
+    kind, *notes = typing.get_args(Annotated[field.type, ""])[:-1]
+    hint = tyro.conf.arg(help_behavior_hint=f"(default: {default})")
+    marked: Any = Annotated[(kind, hint, *notes)]
+    return dataclasses.replace(field, type=marked, helptext=about)
 
 
 def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:

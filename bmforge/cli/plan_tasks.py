@@ -201,9 +201,9 @@ def plan_residents(
 
     Args:
         command: a `PlanCommand`.
-        make_policy: function that builds the trained model on the meta device. make_value: function
-            that builds the value model on the meta device. make_teacher: function that builds the
-            model with a given name on the meta device.
+        make_policy: function that builds the trained model on the meta device.
+        make_value: function that builds the value model on the meta device.
+        make_teacher: function from a model name to this model on the meta device.
         precision: precision of the computation.
         row_tokens: sequence length in tokens, of prompt and answer together.
     """

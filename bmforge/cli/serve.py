@@ -117,7 +117,7 @@ def _check(command: ServeCommand) -> None:
                 raise ConfigError(
                     f"allow_runtime_lora_updating and {name}={value} cannot be used together, "
                     "because memory is reserved only for adapters that are loaded at the start. "
-                    "Leave one out, or give the adapters with --adapter NAME=DIR."
+                    "Leave one out, or pass the adapters with --adapter NAME=DIR."
                 )
 
 

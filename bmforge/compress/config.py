@@ -41,7 +41,7 @@ class CompressConfig:
         return tuple(name for name in enabled if name != "distill")
 
     def looks(self, name: str) -> bool:
-        """Return True if the named method needs calibration batches."""
+        """Return True if the method `name` is enabled and needs calibration batches."""
         part: Any = getattr(self, name)
         if name == "structure":
             return part is not None and not part.gates and part.by != "size"

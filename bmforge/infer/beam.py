@@ -89,7 +89,7 @@ class _Beams:
         return self.length - self.prompt_length
 
     def advance(self, log_probs: Tensor) -> Tensor:
-        """Extend every beam by one token; return the index of the beam that each one extends.
+        """Extend every beam by one token; return the index of the beam that each new beam extends.
 
         Shape:
             log_probs: (B * N, V) -> (B * N,)

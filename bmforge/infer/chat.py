@@ -94,7 +94,7 @@ class Conversation:
         """Send a user message and return the answer; both are appended to the history.
 
         Args:
-            text: the user's message.
+            text: user message; it must not be empty.
             on_text: called with each chunk of the answer while it is generated; not called with a
                 beam search or an encoder-decoder, whose answers are complete only at the end.
 

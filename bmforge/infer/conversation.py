@@ -40,7 +40,7 @@ class TalkInTurns:
 
     Args:
         talk: conversation to wrap.
-        turn: function that returns a context manager which locks the model for one answer.
+        turn: factory of context managers that lock the model for one answer.
     """
 
     def __init__(self, talk: Talk, turn: Callable[[], AbstractContextManager[Any]]) -> None:

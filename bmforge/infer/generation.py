@@ -53,7 +53,7 @@ def generate(
     inputs: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Continue prompts by greedy decoding, sampling or beam search; results equal transformers'.
+    """Continue prompts by greedy decoding, sampling or beam search, as in transformers.
 
     Dropout is disabled during the call; afterwards every module returns to its previous mode.
     During the call, weights and hooks of the model's blocks may only be changed inside `on_token`.
@@ -329,7 +329,10 @@ def check_prompt(
 
 
 def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:
-    """Raise `ConfigError` if a sequence exceeds the positions; source and target have their own."""
+    """Raise `ConfigError` if a sequence exceeds the model's positions.
+
+    The limit applies to source and target separately in an encoder-decoder.
+    """
     limit = model.position_limit
     needed = length + new_tokens if goes_on else max(length, new_tokens)
     if limit is not None and needed > limit:

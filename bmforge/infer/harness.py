@@ -38,7 +38,7 @@ _DRAWN = ("temperature", "top_k", "top_p")
 
 
 class ChatPrompt(str):
-    """A context that a chat template rendered.
+    """Context (prompt) that was rendered by a chat template.
 
     The template itself writes the BOS token if the model expects one. As in transformers'
     ``apply_chat_template``, the tokenizer therefore adds no second BOS token.

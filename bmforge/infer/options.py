@@ -15,13 +15,13 @@ __all__ = ["GenerationConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Generation options with the names and defaults of transformers, but top-k is off.
+    """Generation options with the names and defaults of transformers, except that top-k is off.
 
-    A field that is not given has the value of the model's generation_config.json or, if that has
-    none, the default of this class.
+    Fields that are not set are read from the model's generation_config.json. If a field is missing
+    there, the default of this class applies.
 
     Args:
-        max_new_tokens: maximum number of generated tokens.
+        max_new_tokens: maximum number of generated tokens per continuation.
         min_new_tokens: minimum number of generated tokens before an EOS token.
         do_sample: sample instead of greedy decoding.
         temperature: divisor of the logits before sampling; 0 means greedy decoding, without the
@@ -50,8 +50,7 @@ class GenerationConfig:
         early_stopping: end of a beam search. False: by a heuristic; True: as soon as `num_beams`
             beams are finished; "never": only when no better beam is possible.
         num_return_sequences: number of continuations per prompt, in adjacent rows.
-        eos_token_id: one or several EOS tokens; None means those in config.json, () means no end
-            token.
+        eos_token_id: one or several EOS tokens; None means those in config.json, () means none.
         pad_token_id: padding token of sequences that ended early; None means the one in config.json
             or, without one, the first EOS token.
         stop_strings: strings before which the text ends; only for requests to an engine, which
@@ -111,7 +110,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         """Raise a `ConfigError` that lists invalid values and options without effect.
 
-        Lists are first converted to tuples.
+        Lists are converted to tuples first.
         """
         for name in _TUPLES:
             object.__setattr__(self, name, _as_tuple(getattr(self, name)))

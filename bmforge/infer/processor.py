@@ -179,7 +179,7 @@ def without_videos(kind: Any) -> Any:
         return kind
 
     class ImageProcessor(kind):  # type: ignore[misc]
-        """Processor of texts and images."""
+        """Combines a tokenizer and an image processor."""
 
         @classmethod
         def get_attributes(cls) -> list[str]:

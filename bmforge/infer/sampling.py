@@ -120,7 +120,7 @@ def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Forbid every token that scores lower than the k-th best one; ties stay allowed."""
+    """Forbid every token with a score below the k-th highest; ties remain allowed."""
     worst = torch.topk(scores, min(k, scores.shape[1])).values[:, -1:]
     return scores.masked_fill(scores < worst, -torch.inf)
 
@@ -184,7 +184,7 @@ def process_scores(
 
 
 def _force_tokens(scores: Tensor, tokens: tuple[int, ...]) -> Tensor:
-    """Set the scores of `tokens` to 0, a probability of 1 in a beam search, and others to -inf."""
+    """Set the scores of `tokens` to 0 (log-probability 0 in a beam search), and others to -inf."""
     vocabulary = torch.arange(scores.shape[1], device=scores.device)
     forced = torch.full_like(scores, -torch.inf)
     return forced.masked_fill(is_one_of(vocabulary, tokens), 0.0)

@@ -47,7 +47,7 @@ _SCORES = ("left", "apart")
 
 
 class Encoder(Protocol):
-    """Tokenizer interface that scoring needs."""
+    """Interface of the tokenizers that the functions for scoring accept."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""

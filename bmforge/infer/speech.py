@@ -84,7 +84,7 @@ class Transcriber:
         directory: directory of a speech model with its processor.
 
     Raises:
-        ConfigError: the directory has no processor of speech.
+        ConfigError: the directory has no speech processor.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,14 +92,14 @@ class Transcriber:
         self._extractor: Any = getattr(self._processor, "feature_extractor", None)
         if self._extractor is None or getattr(self._processor, "tokenizer", None) is None:
             raise ConfigError(
-                f"{str(directory)!r} has no processor of speech, so audio cannot be used. Use a "
+                f"{str(directory)!r} has no speech processor, so audio cannot be used. Use a "
                 "speech model such as Whisper, with all files of its published directory."
             )
         library = load_library("A speech model")
         self._config = library.GenerationConfig.from_pretrained(directory)
 
     def transcribe(self, model: Any, file: str | Path, **options: Any) -> str:
-        """Return the text that is spoken in an audio file; see `generate`."""
+        """Return the transcript of an audio file; see `generate` for arguments and errors."""
         (ids,) = self.generate(model, file, **options)
         return str(self._processor.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
@@ -107,7 +107,7 @@ class Transcriber:
         """Return the token ids that the model generates for an audio file.
 
         Args:
-            model: speech model that the transformers backend loaded.
+            model: speech model loaded with the transformers backend.
             file: audio file with the sampling rate of the model.
             options: `language`, `task` ("transcribe" or "translate"), and fields of
                 `GenerationConfig`.

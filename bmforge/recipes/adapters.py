@@ -231,10 +231,7 @@ def _resolve_targets(
 ) -> tuple[str, ...]:
     """Replace all-linear with the linear layers of the repeated blocks, except MoE routers.
 
-    Args:
-        model: base model.
-        targets: names, suffixes, globs or all-linear.
-        excluded: modules that are trained in full.
+    Modules in `excluded`, which are trained in full, get no adapter.
     """
     if ALL_LINEAR not in targets:
         return targets
@@ -282,7 +279,7 @@ def find_base(model: nn.Module, config: Any) -> Base | None:
     compression changes frozen weights.
 
     Args:
-        model: whole model with the run's adapter.
+        model: unsharded model with the run's adapter.
         config: the run's config.
     """
     if config.adapter.kind is None or config.init_from is None or has_phase(config):

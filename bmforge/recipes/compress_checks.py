@@ -52,7 +52,7 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def describe_stored(directory: Path) -> Any:
-    """Build a directory's stored model on the meta device, with the dtype of the stored weights."""
+    """Build the model saved in a directory on the meta device, in the dtype of its weight files."""
     return AutoModel.describe_pretrained(directory, dtype=stored_dtype(directory))[0]
 
 
@@ -100,7 +100,7 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
 
 
 def read_vocabulary(directory: Path) -> dict[str, int] | None:
-    """Return the dict from token to id of a directory's tokenizer; None without a tokenizer."""
+    """Return the vocabulary (token to id) of the tokenizer in a directory; None without one."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:

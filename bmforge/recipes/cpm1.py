@@ -117,8 +117,8 @@ class _Texts:
     """Texts with a loss on all tokens after a prompt, as an `ExampleSource`.
 
     Args:
-        texts: (token ids, length of the prompt) of each text.
-        config: run config with `data.seq_len`, the length to which texts are padded.
+        texts: (token ids, prompt length in tokens) of each text.
+        config: run config; texts are padded to `data.seq_len`, and longer ones are skipped.
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:

@@ -84,7 +84,7 @@ def _check_layout(config: Any) -> None:
     if config.layout.row_groups(processes) != processes:
         raise ConfigError(
             "on-policy distillation supports data parallelism and layout.zero, but not tensor, "
-            "pipeline or context parallelism. Leave these out."
+            "pipeline or context parallelism. Set layout.tp=1, layout.pp=1 and layout.cp=1."
         )
     for name in ("exact_logprobs", "tools", "mask_truncated_completions", "overlong_tokens"):
         if getattr(config.rollout, name):

@@ -1,7 +1,7 @@
 """Exports the model or the adapter of a finished run.
 
 An export is written to a temporary directory, which replaces the final one when it is complete. So
-an export never contains files of an earlier one, and if the run is killed, the earlier one stays.
+files of two exports are never mixed, and if the run is killed, the earlier export is unchanged.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class T5SQuADConfig(SQuADTuneConfig):
 
 
 def tune_task(config: Any) -> RunResult:
-    """Run or resume fine-tuning on a task whose examples have options.
+    """Run or resume fine-tuning on a task with answer options: classes, or choices per example.
 
     Args:
         config: a `TaskTuneConfig` whose `model` is the config of an encoder, which is trained to
@@ -207,7 +207,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Load a task as `TrainingData`. `form` encodes the examples, `fields` are added."""
+    """Load a task as `TrainingData` with `fields`; `form` encodes the examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

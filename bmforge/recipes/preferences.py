@@ -82,21 +82,21 @@ class PreferencesConfig(RunConfig):
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
-        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
-            or a plain one. The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
+            or the default one). The template is exported with the model.
         method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
         beta: strength of the preference term (if None: 0.1, or 2 for simpo).
         label_smoothing: assumed fraction of wrong preferences, below 0.5; with it, dpo is
             conservative DPO.
         simpo_gamma: reward margin of simpo (if None: 0.5).
         nll_weight: weight of the negative log-likelihood of the chosen answers, per token
-            (`rpo_alpha` or `cpo_alpha`; if None, 1 for orpo and cpo, else 0).
+            (`rpo_alpha` or `cpo_alpha` in TRL) (if None: 1 for orpo and cpo, else 0).
         nll_on_prompt: compute the negative log-likelihood over the prompt too, as TRL's ORPO does.
         desirable_weight: weight of the loss of good answers in kto (if None: 1).
         undesirable_weight: weight of the loss of bad answers in kto (if None: 1).
         reference: reference model: adapter (the model with its adapter disabled), copy (a second,
             frozen model) or precomputed (log-probabilities that are computed once before training
-            and stored in the run directory); if None, adapter if there is one, else copy.
+            and stored in the run directory) (if None: adapter if there is one, else copy).
         reference_dtype: dtype of the linear layers of a copy: int8 or int4 (if None: fp32).
         reference_offload: keep the weights of a copy in host memory, and move them to the device
             only while it scores the answers of a step.

@@ -365,8 +365,8 @@ def _number(task: BenchmarkTask, written: str) -> int:
 
 def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
     """Write the template and the label words next to the export."""
-    base_name = f"`{config.init_from}`" if config.init_from else "a model that was drawn"
-    task = config.data.task or "a task of one's own"
+    base_name = f"`{config.init_from}`" if config.init_from else "a randomly initialized model"
+    task = config.data.task or "a user-defined task"
     kinds = [
         f"It is read by `{option_value}`.\n"
         for name in ("template_class", "verbalizer_class")
@@ -377,7 +377,7 @@ def _write(config: Any, text: str, words: Mapping[str, Sequence[str]]) -> None:
         f"{base_name}; {config.data.shots or 'all'} examples of a label, seed "
         f"{config.data.seed}.\n\n"
         f"    {text}\n\nRead it with `bmforge.tune.prompt.read_template` and `read_verbalizer`, "
-        f"or give the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
+        f"or pass the files to `bmforge train prompt-classify`.\n{''.join(kinds)}"
     )
     if _ROWS in config.adapter.modules_to_save and not config.adapter.merge:
         card += (

@@ -92,7 +92,8 @@ class _Losses:
 
     Args:
         read: function that reads original weights.
-        packed_names: names of the original weights; a tied head has no name.
+        packed_names: original names of the quantized weights; others, such as a tied head, are
+            not measured.
     """
 
     def __init__(self, read: WeightReader, packed_names: set[str]) -> None:

@@ -65,7 +65,7 @@ def quickstart(config: QuickstartConfig) -> Path:
         raise DataError(
             "there is no validation data "
             f"(validation_fraction={config.prepare.validation_fraction}), so nothing can be "
-            "compared. Raise the fraction, or give more text."
+            "compared. Raise the fraction, or use more text."
         )
     result = pretrain(_training(config, corpus, data_dir))
     if result.step < config.steps:

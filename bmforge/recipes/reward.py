@@ -41,8 +41,8 @@ class RewardConfig(RunConfig):
     Args:
         data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
-        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
-            or a plain one. The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
+            or the default one). The template is exported with the model.
         supervision: outcome (pairs of answers), or process (reasoning steps): then the records of
             `data.paths` have `prompt`, `completions` (the texts of the steps) and `labels` (true
             or false for each step), and batch sizes count answers.

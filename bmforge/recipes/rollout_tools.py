@@ -125,12 +125,7 @@ def _encode_results(
 ) -> list[int]:
     """Return the ids between an answer and the next turn: end of turn, results, next header.
 
-    Args:
-        tokenizer: tokenizer of the run.
-        template: chat template of the run.
-        stops: token ids that end an answer.
-        results: messages with the results of the calls.
-        last: last token id of the answer; an EOS token is not repeated.
+    The end of turn is omitted if `last`, the last token id of the answer, is one of `stops`.
     """
     safe = [{**m, "content": tokenizer.escape_specials(m["content"])} for m in results]
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]

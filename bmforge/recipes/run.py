@@ -112,7 +112,7 @@ class RunConfig:
             are initialized with `seed`.
         adapter: train an adapter instead of the whole model; see `adapters.AdapterConfig`.
         base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
-            fp16, or int8 and int4 (QLoRA); if None, the precision of the computation.
+            fp16, or int8 and int4 for QLoRA (if None: the precision of the computation).
         epochs: number of epochs, which determines train.steps (if None: the run has train.steps
             steps; on the command line, `conversations` defaults to 3 epochs if neither is given).
         freeze_base: train only modules attached by `changes`, and with `new_head` the head.

@@ -44,7 +44,7 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     get the same result.
 
     Args:
-        run_dir: the directory.
+        run_dir: directory to create or to check.
         config: the run's config dataclass.
         free: names of fields or tables that may differ from the existing run, because they do not
             affect the steps already trained (layout, logging interval, length).
@@ -67,7 +67,7 @@ def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool
     """Write ``run.toml``, after all checks, which marks the directory as this run's.
 
     Args:
-        run_dir: the directory.
+        run_dir: directory of the run.
         config: the run's config dataclass.
         new_only: leave an existing ``run.toml`` unchanged.
 
@@ -260,7 +260,7 @@ def check_new_run(run_dir: Path, name: str = "run_dir") -> None:
     """Check the directory of a run before anything is read; `check_run_dir` compares configs later.
 
     Args:
-        run_dir: the directory.
+        run_dir: directory for a new run, or of a run to resume.
         name: name of the option that sets the directory, for messages.
 
     Raises:

@@ -101,8 +101,8 @@ class ConversationsConfig(RunConfig):
             are read as well. Conversations longer than `seq_len` are truncated. For a
             vision-language model, the content of a user message may be a list of parts, such as
             {"type": "image", "image": FILE} and {"type": "text", "text": "..."}.
-        template: chat template: a file, or a name (chatml, llama3, ...); if None, the tokenizer's,
-            or a plain one. The template is exported with the model.
+        template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
+            or the default one). The template is exported with the model.
     """
 
     data: ConversationData = field(default_factory=ConversationData)

@@ -212,8 +212,8 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
     changed = [name for name in unused if getattr(config, name) != getattr(usual, name)]
     if changed:
         raise ConfigError(
-            f"{', '.join(changed)} have no effect, because the spans in {list(data.paths)} are "
-            "already cut out. Leave these options out."
+            f"{', '.join(changed)} have no effect, because span corruption was applied to "
+            f"{list(data.paths)} when the data was prepared. Leave these options out."
         )
     check_split(data.split, data.validation, data.paths)
     sentinels = _sentinels_of(config.model, tokenizer)

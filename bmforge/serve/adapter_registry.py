@@ -124,7 +124,7 @@ class AdapterRegistry:
         get_logger().info("adapter %r removed", name)
 
     async def _detach(self, inner: str) -> None:
-        """Remove an unused adapter from the model; a failed engine keeps it until it is closed."""
+        """Remove an unused adapter from the model; log errors, such as of a failed engine."""
         self._leaving.discard(inner)
         try:
             await run_in_threadpool(remove_adapter_, self._engine, inner)

@@ -146,7 +146,7 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield parsed pieces of the answer, up to the client's maximum number of tool calls."""
+        """Yield the parts of the answer, up to the client's maximum number of tool calls."""
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True

@@ -34,9 +34,9 @@ class JsonCallReader:
         self._is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Process the next text; yield the start of the tool call and pieces of its arguments.
+        """Process the next text; yield the start of the tool call and chunks of its arguments.
 
-        A piece is yielded as soon as later text can no longer change it.
+        A chunk is yielded as soon as later text can no longer change it.
         """
         if self._is_over:
             return

@@ -67,7 +67,7 @@ class RunningChat:
         return Reading(self.tools, self.prompt.begins, thoughts)
 
     def message(self, answer: Completion) -> JoinedAnswer:
-        """Parse a whole answer into a message."""
+        """Parse a complete answer into text, reasoning and tool calls."""
         reading = self.reading()
         return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
 

@@ -154,7 +154,7 @@ def _spell(row: Tensor, form: str | None) -> Any:
 
 @router.post("/v1/documents")
 async def documents(body: DocumentsRequest, request: Request) -> Response:
-    """Generate the missing texts below ``<ans>`` in CPM-Bee documents."""
+    """Generate the answers under ``<ans>`` in CPM-Bee documents."""
     serving = serving_of(request)
     served, config = serving.find(body.model, "documents"), serving.config
     check_at_most("documents", len(body.documents), config.limits.max_prompts, "documents")

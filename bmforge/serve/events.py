@@ -78,7 +78,7 @@ class Deltas:
         self._has_thoughts, self._calls = has_thoughts, 0
 
     def show(self, part: Part) -> dict[str, Any] | None:
-        """Convert a piece of an answer to the `delta` of a chunk; None if the piece is not sent."""
+        """Convert a part of an answer to the `delta` of a chunk; None if the part is not sent."""
         if isinstance(part, str):
             return {"content": part}
         if isinstance(part, Thought):

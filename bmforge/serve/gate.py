@@ -182,6 +182,6 @@ class _ResponseSender:
 
 
 def _log_failure(error: Exception) -> None:
-    """Log where the server failed, without the error message, which may be private."""
+    """Log the type and location of an internal error, but not its message, which may be private."""
     places = "".join(traceback.format_tb(error.__traceback__))
     get_logger().error("%s in\n%s", type(error).__name__, places.rstrip())

@@ -33,7 +33,7 @@ class StrictRequest(Request):
     Args:
         scope: ASGI scope.
         receive: ASGI receive function.
-        field: FastAPI's field of the body, which validates it; None if the body has no type.
+        field: FastAPI's `ModelField` that validates the body; None if the body has no type.
     """
 
     _reserved = 0

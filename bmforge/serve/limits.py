@@ -104,13 +104,13 @@ class Admission:
 
 
 def check_at_most(name: str, count: int, most: int, what: str) -> None:
-    """Raise `RequestError` if a number in a request exceeds its limit.
+    """Raise `RequestError` if `count` is above `most`.
 
     Args:
-        name: name of the field.
-        count: actual number.
-        most: limit.
-        what: noun for the counted items.
+        name: request field, for the error.
+        count: number of items in the request.
+        most: largest allowed number.
+        what: plural noun for the items in the error message, such as "texts".
     """
     if count > most:
         raise RequestError(

@@ -1,7 +1,4 @@
-"""Access from the event loop to requests that run in the engine's thread.
-
-A piece is an `OutputDelta`: the new output of one answer.
-"""
+"""Access from the event loop to requests that run in the engine's thread."""
 
 from __future__ import annotations
 
@@ -70,8 +67,9 @@ class LiveRequest:
         loop.call_soon_threadsafe(self._fetch, number)
 
     def _fetch(self, number: int) -> None:
-        """Move new output of a prompt into the buffer, so that the limit on unread text counts
-        it.
+        """Move the new output of prompt `number` from the engine's handle into the buffer.
+
+        Only buffered text counts towards `max_unread_bytes`.
         """
         try:
             pieces = self.handles[number].take()
@@ -96,12 +94,12 @@ class LiveRequest:
         return all(handle.done for handle in self.handles)
 
     def cancel(self) -> None:
-        """End every answer before the engine's next step; the text so far is kept."""
+        """End every answer before the engine's next step; the text so far remains readable."""
         for handle in self.handles:
             handle.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """Yield (prompt index, piece) as pieces arrive, and None periodically in between.
+        """Yield (prompt index, delta) as output arrives, and None periodically in between.
 
         Raises:
             RequestError: the engine failed, or the client reads too slowly.
@@ -176,7 +174,7 @@ class LiveRequests:
             live.cancel()
 
     def cancel_all(self) -> None:
-        """End every running answer; the text so far is kept."""
+        """End every running answer; text generated so far remains readable."""
         for live in self._all:
             live.cancel()
         for future in self._futures:

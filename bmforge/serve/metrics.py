@@ -135,12 +135,13 @@ class TokenTimes:
         self._started: set[int] = set()
 
     def note(self, number: int, pieces: Sequence[OutputDelta], started_s: float | None) -> None:
-        """Record new pieces of a prompt's answers.
+        """Record the arrival of new output.
 
         Args:
-            number: index of the prompt.
-            pieces: new pieces of its answers.
-            started_s: time of the prompt's first step; None before this step.
+            number: index of the prompt in the request.
+            pieces: new output of the prompt's answers.
+            started_s: time of the prompt's first step on the monotonic clock; None before this
+                step.
         """
         if started_s is not None and number not in self._started:
             self._started.add(number)

@@ -12,33 +12,21 @@ __all__ = ["GeneratedToolCall", "CallPiece", "CallStart", "JoinedAnswer", "Part"
 
 @dataclass(frozen=True)
 class Thought:
-    """Piece of the model's reasoning before its answer.
-
-    Args:
-        text: text of the piece.
-    """
+    """Chunk of the reasoning that the model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """Start of a tool call.
-
-    Args:
-        name: name of the function.
-    """
+    """Start of a tool call; `name` is the called function."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class CallPiece:
-    """Piece of the arguments of the most recent tool call.
-
-    Args:
-        text: part of the arguments in JSON.
-    """
+    """Chunk of the JSON arguments of the most recent tool call."""
 
     text: str
 
@@ -52,8 +40,8 @@ class GeneratedToolCall:
 
     Args:
         name: name of the function.
-        arguments: arguments as JSON.
-        id: id that the client sends back with the result.
+        arguments: arguments as a JSON object in text form.
+        id: id that the client sends back with the result (default: a new random id).
     """
 
     name: str
@@ -71,9 +59,9 @@ class JoinedAnswer:
     """Complete answer: text, reasoning and tool calls.
 
     Args:
-        text: text of the answer.
-        thoughts: reasoning before the answer.
-        calls: tool calls.
+        text: visible text, without reasoning and tool calls.
+        thoughts: reasoning before the answer; "" if there is none.
+        calls: tool calls in order.
     """
 
     text: str

@@ -193,12 +193,8 @@ async def _compare(
 ) -> tuple[list[float], int] | None:
     """Return the scores of text pairs and the number of tokens; None after a disconnect.
 
-    Args:
-        request: HTTP request.
-        model: name of the model.
-        first: a single text, which is compared with all others, or one text for each of `second`.
-        second: the other texts.
-        field: request field of `second`.
+    `first` has a single text, which is paired with every text of `second`, or as many as `second`.
+    `field` is the request field of `second`, for error messages.
     """
     serving: Serving = serving_of(request)
     served, config = serving.find(model, "embeddings"), serving.config

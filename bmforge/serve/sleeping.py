@@ -84,7 +84,7 @@ class SleepingEngine:
         return self._use(lambda engine: engine.call(function))
 
     def submit_embed(self, inputs: Any, **options: Any) -> Future[Any]:
-        """Submit texts to embed; see `Engine.submit_embed`."""
+        """Submit an embedding request; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
     def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
@@ -92,7 +92,7 @@ class SleepingEngine:
         return self._use(lambda engine: engine.submit_task(make))
 
     def submit_documents(self, documents: Any, **options: Any) -> Future[Any]:
-        """Submit documents to fill in; see `Engine.submit_documents`."""
+        """Submit CPM-Bee documents; see `Engine.submit_documents`."""
         return self._use(lambda engine: engine.submit_documents(documents, **options))
 
     def requests_status(self) -> RequestsStatus:

@@ -24,7 +24,7 @@ LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tool use of one request: the functions, and the format or constraint of their calls.
+    """Tools of one request, and how calls are recognized (format) or forced (constraint).
 
     Args:
         shown: tools passed to the template; None without tools.

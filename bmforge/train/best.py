@@ -44,7 +44,7 @@ class BestEvaluation:
         if self.keeps_checkpoint and not has_run_dir:
             raise ConfigError(
                 "train.load_best_model_at_end=True needs checkpoints, but the Trainer has no "
-                "run_dir. Pass one."
+                "run_dir. Pass run_dir to the Trainer."
             )
 
     @property

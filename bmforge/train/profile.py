@@ -44,7 +44,7 @@ def trace_steps(
     if run_dir is None:
         raise ConfigError(
             f"train.profile_steps={steps} needs a directory for the trace, but the Trainer has no "
-            "run_dir. Pass one."
+            "run_dir. Pass run_dir to the Trainer."
         )
     written: list[Path] = []
     is_host = device.type == "cpu"

@@ -53,8 +53,8 @@ class ScheduleConfig:
         min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
             exponential).
         total_steps: length of the schedule in steps (if None: that of the run).
-        decay_steps: length of the decay in steps (wsd only; if None, a tenth of the total).
-        decay_kind: shape of the decay (wsd only): linear, cosine or 1-sqrt (if None: 1-sqrt).
+        decay_steps: length of the decay in steps, wsd only (if None: a tenth of the total).
+        decay_kind: shape of the decay, wsd only: linear, cosine or 1-sqrt (if None: 1-sqrt).
     """
 
     kind: str = "cosine"

@@ -131,6 +131,42 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
 
 
+@dataclass(frozen=True)
+class Stated:
+    """Options whose help states the default in effect.
+
+    Args:
+        size: size of a cache (if None: 64, or 8 (small models)). It is fixed.
+        names: names to keep (if empty: all).
+        rate: rate of one case (if None: 1) or of another (if None: 2).
+        place: place in a file.
+    """
+
+    size: int | None = None
+    names: tuple[str, ...] = ()
+    rate: float | None = None
+    place: str | None = None
+
+
+def test_the_help_shows_the_default_in_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that was set to another default keeps it, and its text."""
+    shown = []
+    for default in (Stated(), Stated(size=3)):
+        with pytest.raises(SystemExit):
+            parse_options(Stated, ["--help"], "test", default)
+        shown.append(" ".join(capsys.readouterr().out.replace("│", "").split()))
+    assert "size of a cache. It is fixed. (default: 64, or 8 (small models))" in shown[0]
+    assert "(if None: 64, or 8 (small models)). It is fixed. (default: 3)" in shown[1]
+    for text in (
+        "names to keep. (default: all)",
+        "(if None: 1) or of another (if None: 2). (default: None)",
+        "place in a file. (default: None)",
+    ):
+        assert text in shown[0]
+        assert text in shown[1]
+    assert parse_options(Stated, ["--size", "5"], "test") == Stated(size=5)
+
+
 @pytest.mark.parametrize(
     ("line", "changed"),
     [

@@ -119,7 +119,7 @@ def test_what_is_refused(directory: Path, pictures: list[str], tmp_path: Path, c
         ((directory, "--image", pictures[0], "--prompt", " "), "the prompt is empty"),
         ((directory, "--image", pictures[0], "--document", "x"), "--image and --document cannot"),
         ((directory, "--audio", audio, "--prompt", "a"), "--audio and --prompt cannot be used"),
-        ((directory, "--audio", audio), "has no processor of speech"),
+        ((directory, "--audio", audio), "has no speech processor"),
         ((directory, "--language", "en", "--prompt", "a"), "has no effect without --audio"),
     ]
     for arguments, problem in cases:

@@ -296,7 +296,7 @@ class _Reader:
             if count is None:
                 self.miss(
                     "train.num_epochs",
-                    f"{epochs}: the number of examples is not known; give --steps",
+                    f"{epochs}: the number of examples is not known; pass --steps",
                 )
                 self.put("train.schedule.warmup_steps", 0)
                 return

@@ -110,7 +110,7 @@ def find_pairs(student: nn.Module, teacher: nn.Module, loss: DistillLoss) -> Pai
 
 
 def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
-    """Return the part of `stacks` that belongs to the encoder or to the decoder."""
+    """Return the dict with only the stack `part` ("encoder" or "decoder")."""
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
         raise ConfigError(

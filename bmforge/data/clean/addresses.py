@@ -1,8 +1,8 @@
-"""Recognizes IP addresses in text, and tells them from version and section numbers.
+"""Recognizes IP addresses in text, and distinguishes them from version and section numbers.
 
-Four numbers with dots are an address unless the text around them shows a version or a section: a
-word such as "version" or "section" in front, the end of a file name behind, or a heading "3.2.1"
-for the section 3.2.1.4.
+Four numbers with dots are an address unless the text around them indicates a version or a section:
+a word such as "version" or "section" before them, the end of a file name after them, or a heading
+"3.2.1" for the section 3.2.1.4.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def is_public_address(text: str) -> bool:
 
 
 class AddressContext:
-    """The text around the candidates for addresses in one text, which are checked in order."""
+    """Decides for the candidates in one text, in order, whether they are addresses."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -95,5 +95,5 @@ class AddressContext:
 
     @cached_property
     def _sections(self) -> frozenset[str]:
-        """Numbers of three parts at the beginning of lines: sections that "3.2.1.4" is part of."""
+        """Three-part numbers at the beginning of lines, which may be the section of "3.2.1.4"."""
         return frozenset(_HEADING.findall(self._text))

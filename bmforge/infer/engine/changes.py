@@ -70,10 +70,7 @@ def _snapshot(
 ) -> list[Any]:
     """Return the values that are compared: module classes, attributes, hooks, tensor states.
 
-    Args:
-        model: model to describe.
-        is_shared: whether checksums cover all elements of frozen tensors; see `Changes`.
-        factors: multipliers of earlier checksums, by length and device; new ones are added.
+    `is_shared` is that of `Changes`; `factors` caches the multipliers of checksums.
     """
     facts: list[Any] = []
     sums: dict[torch.device, list[Tensor]] = {}

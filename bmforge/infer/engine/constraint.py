@@ -28,7 +28,8 @@ class Constraint:
     """Constraint on an answer; created by `json_schema`, `regex`, `choices` or `lark`.
 
     Args:
-        kind: kind of the constraint.
+        kind: language of `source`: a JSON schema, a regular expression (Rust syntax; also used for
+            choices), or a Lark grammar.
         source: schema, pattern or grammar as text.
     """
 
@@ -124,7 +125,7 @@ class Matcher:
     """State of the constraint of one answer.
 
     Args:
-        matcher: matcher of llguidance.
+        matcher: llguidance's matcher for this answer.
         vocab_size: number of logits per position.
     """
 

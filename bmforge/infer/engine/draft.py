@@ -75,8 +75,6 @@ def check_draft(model: Any, draft: Any, vocabulary: Any = None, drafts: Any = No
     """Raise `ConfigError` if the draft model does not fit the target model.
 
     Args:
-        model: target model.
-        draft: draft model.
         vocabulary: vocabulary of the target (token to id); None if unknown.
         drafts: vocabulary of the draft; None if unknown.
     """

@@ -38,8 +38,8 @@ class Filled(NamedTuple):
     """Candidate token for a mask token.
 
     Attributes:
-        token: text of the token.
-        probability: probability of the token.
+        token: decoded text, including spaces.
+        probability: probability between 0 and 1.
     """
 
     token: str

@@ -96,7 +96,7 @@ class Pasts(NamedTuple):
 class BlockSegment(Protocol):
     """Interface of consecutive blocks that have descriptions for the C++ decoding step.
 
-    `pasts` are the addresses of the keys and values in the previous call.
+    `pasts` has the addresses of the keys and values of the previous call.
     """
 
     blocks: list[Any]

@@ -92,14 +92,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """New output of one answer since the previous piece.
+    """Output of one answer since its previous `OutputDelta`.
 
     Args:
         index: index of the answer.
         text: complete characters that no later stop string can remove.
-        ids: generated tokens; their text may follow in a later piece.
+        ids: generated tokens; their text may follow in a later delta.
         logprobs: log-probabilities of the tokens if requested.
-        finish_reason: reason why the answer ended; None before the last piece.
+        finish_reason: reason why the answer ended; None before the last delta.
     """
 
     index: int
@@ -203,9 +203,9 @@ class RequestsStatus:
 
 
 class Handle:
-    """Handle of a queued request: iterate over its pieces, or wait for the complete answers.
+    """Handle of a queued request: iterate over its `OutputDelta`s, or wait for complete answers.
 
-    A piece is an `OutputDelta`. Any thread may read from a handle; only the engine writes to it.
+    Any thread may read from a handle; only the engine writes to it.
 
     Args:
         answers: number of answers.
@@ -242,7 +242,7 @@ class Handle:
 
     @property
     def unread(self) -> int:
-        """Number of pieces that have not been read yet."""
+        """Number of deltas that have not been read yet."""
         return len(self._pieces)
 
     def cancel(self) -> None:
@@ -261,10 +261,10 @@ class Handle:
             call()
 
     def take(self) -> list[OutputDelta]:
-        """Return the unread pieces without waiting.
+        """Return the unread deltas without waiting.
 
         Raises:
-            Exception: the request failed, and all pieces before the failure have been read.
+            Exception: the request failed, and all deltas before the failure have been read.
         """
         with self._changed:
             pieces = list(self._pieces)
@@ -274,7 +274,7 @@ class Handle:
             return pieces
 
     def __iter__(self) -> Iterator[OutputDelta]:
-        """Yield pieces as they arrive, until all answers have ended."""
+        """Yield deltas as they arrive, until all answers have ended."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pieces or self.done)
@@ -298,7 +298,7 @@ class Handle:
             return [self._whole[index] for index in range(self._answers)]
 
     def put(self, piece: OutputDelta, completion: Completion | None = None) -> None:
-        """Add a piece, and after the last piece the completion; called by the engine."""
+        """Add a delta, and with the last one the completion; called by the engine."""
         with self._changed:
             self._pieces.append(piece)
             if completion is not None:

@@ -46,7 +46,7 @@ def open_requests(
         open_tokenizer: function that returns the model's tokenizer; None if there is none.
         config: limits of the engine.
         is_limited: whether the engine has a memory budget.
-        turn: function that returns a context manager which locks the model.
+        turn: factory of context managers that lock the model.
         draft: draft model; None if there is none.
         is_shared: whether the caller has a reference to the model and may change its weights.
     """
@@ -75,8 +75,8 @@ class Requests:
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
         packed: runner of the requests that are batched.
-        turn: function that returns a context manager which locks the model; entered while there
-            are requests.
+        turn: factory of context managers that lock the model; one is entered while there are
+            requests.
         encodings: runner of embedding requests.
     """
 

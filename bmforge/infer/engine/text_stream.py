@@ -1,7 +1,7 @@
 """Incremental detokenization that emits only text that later tokens cannot change.
 
 Incomplete characters and a possible beginning of a stop string are held back. The concatenated
-pieces equal the whole text.
+chunks equal the complete text.
 """
 
 from __future__ import annotations

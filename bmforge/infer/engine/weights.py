@@ -94,11 +94,7 @@ def _offload(
 ) -> ReadWeights:
     """Move one device's streamed blocks to the host or a file; return a reader of these blocks.
 
-    Args:
-        model: model whose streamed blocks are moved.
-        plan: plan of the device.
-        directory: directory of the temporary file for blocks that the plan keeps on disk.
-        cleanup: exit stack that will delete the file.
+    The file is a temporary one in `directory`, which `cleanup` will delete.
     """
     stays = find_staying(model)
     streamed = {

@@ -102,7 +102,7 @@ def find_device(
         if memory_gib is None or half_tflops is None:
             raise ConfigError(
                 f"unknown GPU: --gpu {name!r} (known: "
-                f"{', '.join(DEVICES)}).{suggest(key, DEVICES)} For another GPU, give "
+                f"{', '.join(DEVICES)}).{suggest(key, DEVICES)} For another GPU, pass "
                 "--gpu-memory GIB and --gpu-tflops N."
             )
         tflops = half_tflops

@@ -109,14 +109,14 @@ def _is_tool_name(message: Message, key: str) -> bool:
 
 
 def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[EncodedRow]:
-    """Encode rendered answers as sequences; answers that extend the same text share one.
+    """Encode rendered answers; a sequence contains all answers that continue the same text.
 
-    The ids of a sequence are those that ``apply_chat_template`` returns for the whole text. If the
+    The ids of a sequence are those that ``apply_chat_template`` returns for its text. If the
     tokenizer merges tokens across the boundary between prompt and answer, the prompt has the same
     ids as in generation, and the answer is encoded separately.
 
     Args:
-        turns: answers of one conversation in order.
+        turns: (prompt, answer) texts of one conversation, in order.
         tokenizer: the model's tokenizer.
     """
     rows: list[EncodedRow] = []

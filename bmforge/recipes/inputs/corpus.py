@@ -207,7 +207,7 @@ def open_held_out(path: str, seq_len: int, vocab_size: int, model: str | None) -
     if prefix is None:
         raise ConfigError(
             f"{path!r} has no validation data. Prepare the corpus again with "
-            "--validation-fraction, or give another token store."
+            "--validation-fraction, or use another token store."
         )
     run_on_first(lambda: check_tokenizers((path,), model, None))
     store = open_store(prefix)
@@ -245,7 +245,7 @@ def _check_paths(config: CorpusConfig) -> None:
     if not config.paths:
         raise ConfigError(
             "data.paths is empty. Prepare a corpus with `bmforge prepare TEXT... --out DIR`, then "
-            "give --data.paths DIR."
+            "pass --data.paths DIR."
         )
     if len(set(config.paths)) != len(config.paths):
         raise ConfigError(

@@ -72,7 +72,7 @@ class ExampleConfig:
         wrong = [f"data.{n}={getattr(self, n)} must be at least 1" for n in names]
         wrong = [text for text, n in zip(wrong, names, strict=True) if getattr(self, n) < 1]
         if not self.paths:
-            wrong.append("data.paths is empty; give the training files with --data.paths")
+            wrong.append("data.paths is empty; pass the training files with --data.paths")
         if wrong:
             raise ConfigError(f"{'; '.join(wrong)}.")
 

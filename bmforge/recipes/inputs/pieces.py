@@ -1,6 +1,6 @@
 """Segments of prepared documents, for recipes in which every example is one text.
 
-A piece is a document, or a segment of a document that is longer than `seq_len` allows.
+A segment is a whole document if `seq_len` allows, else a part of the document.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Pieces(Sequence[NDArray[np.int64]]):
 
     Args:
         stores: opened stores, or their paths without ``.bin`` or ``.idx``.
-        shortest: minimum length of a piece in tokens.
-        longest: maximum length of a piece in tokens.
-        end_id: end-of-document token of the store, which pieces do not include.
+        shortest: minimum length of a segment in tokens.
+        longest: maximum length of a segment in tokens.
+        end_id: end-of-document token of the store, which segments do not include.
 
-    Memory: 16 bytes per piece.
+    Memory: 16 bytes per segment.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Pieces(Sequence[NDArray[np.int64]]):
         return len(self._spans)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the token ids of the piece at `index`, from 0."""
+        """Return the token ids of the segment at `index`, from 0."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         start, stop = self._spans[index].tolist()
         return self._stores[number].tokens[start:stop].astype(np.int64)
 
 
 def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> Any:
-    """Yield the token range of every piece: first token, and one past its last."""
+    """Yield the token range of every segment: first token, and one past its last."""
     for first, end in store.documents():
         if end > first and store.tokens[end - 1] == end_id:
             end -= 1

@@ -170,7 +170,7 @@ def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> EncodedRow:
 
 
 def _encode_whole(texts: Sequence[Any], tokenizer: Tokenizer) -> Iterable[EncodedRow | None]:
-    """Encode two whole texts; their prompt is the longest common prefix of their tokens."""
+    """Encode two texts that include the prompt; the prompt is their longest common token prefix."""
     ids = [_finish(encode_start(text, tokenizer), tokenizer) for text in texts]
     shared = next(
         (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids))

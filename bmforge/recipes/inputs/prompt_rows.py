@@ -108,7 +108,7 @@ def encode_prompts(
     if not short:
         raise DataError(
             f"none of the {len(rows)} prompts fits into data.seq_len={data.seq_len} tokens. "
-            "Raise data.seq_len, or give shorter prompts."
+            "Raise data.seq_len, or use shorter prompts."
         )
     if len(short) < len(rows):
         get_logger().warning(

@@ -46,7 +46,7 @@ class TaskDataConfig(ExampleConfig):
         elif self.task is None:
             raise ConfigError(
                 "data.task is not set. Choose a published task with --data.task (such "
-                "as BoolQ or ag_news), or give --data.labels and .jsonl files for a "
+                "as BoolQ or ag_news), or pass --data.labels and .jsonl files for a "
                 "custom task."
             )
         else:
@@ -61,7 +61,7 @@ class TaskDataConfig(ExampleConfig):
         if self.split:
             raise ConfigError(
                 "data.split divides token stores, but this task reads files. Leave it out, and "
-                "give validation files with data.validation."
+                "set data.validation to the validation files."
             )
 
     def _check_published(self, task: str) -> None:

@@ -61,10 +61,10 @@ class OptimConfig:
             vectors have none.
         betas: decay rates of AdamW's moments (for muon: of its AdamW parameters).
         eps: epsilon of AdamW (for muon: of its AdamW parameters).
-        momentum: momentum of Muon (if None: 0.95) or SGD (if None: 0.9).
-        muon_lr: peak learning rate of the hidden matrices (muon only; if None, `lr`). Updates
+        momentum: momentum of Muon or SGD (if None: 0.95 for muon, 0.9 for sgd).
+        muon_lr: peak learning rate of the hidden matrices, muon only (if None: `lr`). Updates
             are scaled to the RMS of AdamW's updates, so that AdamW's learning rate is suitable.
-        ns_steps: number of Newton-Schulz iterations (muon only; if None, 5).
+        ns_steps: number of Newton-Schulz iterations, muon only (if None: 5).
         groups: parameter groups, selected by name globs, with their own learning rate or weight
             decay.
     """

@@ -94,7 +94,7 @@ def has_deltas(model: nn.Module) -> bool:
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the mutable dict that maps each base parameter changed by merging to its old value."""
+    """Return the mutable dict from base parameters changed by merging to their original values."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 
@@ -114,11 +114,11 @@ def find_delta(model: nn.Module, name: str) -> Any:
     deltas = deltas_of(model)
     if name not in deltas:
         listing = (
-            f" The model has the deltas {', '.join(map(repr, deltas))}."
+            f" The model has the adapters {', '.join(map(repr, deltas))}."
             if deltas
-            else " The model has no deltas."
+            else " The model has no adapters."
         )
-        raise ConfigError(f"the model has no delta {name!r}.{suggest(name, deltas)}{listing}")
+        raise ConfigError(f"the model has no adapter {name!r}.{suggest(name, deltas)}{listing}")
     return deltas[name]
 
 

@@ -95,8 +95,8 @@ class AttachedDelta:
         self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
         if name in deltas_of(model):
             raise ConfigError(
-                f"the model already has a delta {name!r}. Choose another name, or remove the "
-                "existing delta."
+                f"the model already has an adapter {name!r}. Choose another name, or remove the "
+                "existing one."
             )
         self.options = self._settle_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
@@ -290,7 +290,7 @@ class AttachedDelta:
         `attach` adds the modules again. On a parallelized model they stay attached with weight 0.
         """
         if not self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is already detached.")
+            raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._refuse_merged("detach")
         if is_laid_out(self.model):
             self.weigh_(0.0)
@@ -310,7 +310,7 @@ class AttachedDelta:
             self.weigh_(1.0)
             return self
         if self.is_attached():
-            raise ConfigError(f"delta {self.name!r} is already attached.")
+            raise ConfigError(f"adapter {self.name!r} is already attached.")
         taken = [
             entry.owner
             for entry in self.held
@@ -374,7 +374,7 @@ class AttachedDelta:
 
     def _refuse_merged(self, what: str) -> None:
         if self.merged:
-            raise ConfigError(f"delta {self.name!r} is merged. Call unmerge() before {what}.")
+            raise ConfigError(f"adapter {self.name!r} is merged. Call unmerge() before {what}.")
 
     def describe(self) -> dict[str, Any]:
         """Return the type, kind and options, as written to the adapter's config file."""

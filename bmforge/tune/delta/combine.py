@@ -98,7 +98,7 @@ def _concatenate(
         for owner, _, part in delta.held:
             if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
                 raise ConfigError(
-                    f"delta {delta.name!r} has a {type(part).__name__} at {owner} (supported: "
+                    f"adapter {delta.name!r} has a {type(part).__name__} at {owner} (supported: "
                     "Lora on linear layers, without magnitude and bias)."
                 )
             up = part.up.detach() * (weights[delta.name] * part.scale)
@@ -107,7 +107,7 @@ def _concatenate(
     ranks = {owner: down.shape[0] for owner, (_, down) in joined.items()}
     refused = into in deltas_of(model)
     if refused:
-        raise ConfigError(f"the model already has a delta {into!r}. Choose another name.")
+        raise ConfigError(f"the model already has an adapter {into!r}. Choose another name.")
     usual = max(ranks.values())
     differing = {owner: r for owner, r in ranks.items() if r != usual}
     delta = Lora(model, list(joined), name=into, rank=usual, alpha=None, ranks=differing)

@@ -105,7 +105,7 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the parameters that are trained in full.
 
-    They must be whole modules with Hugging Face names or, with a prompt, the task's head.
+    They must be all those of modules with Hugging Face names; for a prompt, only the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":

@@ -38,8 +38,7 @@ def find_label_tokens(
         num_candidates: candidate tokens per class: the most probable tokens on the class's
             examples.
         score: "llr" for the log-likelihood ratio, or "ce" for cross-entropy.
-        balance: True to give the examples of all other classes together the same weight as those of
-            the class.
+        balance: True to weight the examples of all other classes together like those of the class.
 
     Shape:
         logits: (N, V); labels: (N,)

@@ -39,7 +39,7 @@ class PTuning(Template):
         options: further options of `Template`.
 
     Raises:
-        ConfigError: the text has no soft piece.
+        ConfigError: the text has no soft token.
 
     Source: Liu et al., "GPT Understands, Too" (2021).
     """

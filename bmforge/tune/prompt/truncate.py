@@ -37,8 +37,8 @@ def cut_parts(
     if excess > sum(lengths):
         fixed = sum(len(ids) for ids, _ in parts) - sum(lengths)
         raise ConfigError(
-            f"{name} does not fit: its pieces that may not be shortened have {fixed} tokens, but "
-            f"only {max(room, 0)} tokens are available. Increase max_seq_len, or make a piece "
+            f"{name} does not fit: its parts that must not be truncated have {fixed} tokens, but "
+            f"only {max(room, 0)} tokens are available. Increase max_seq_len, or mark a part as "
             "shortenable."
         )
     if excess <= 0:

@@ -320,7 +320,7 @@ def test_everything_takes_them() -> None:
             use_deltas(model, ())
             assert found[None] == found[()]
             assert len({str(got) for got in found.values()}) > 2, name
-        with pytest.raises(ConfigError, match="no delta 'x'"):
+        with pytest.raises(ConfigError, match="no adapter 'x'"):
             engine.generate(torch.tensor([PROMPTS[1]]), delta="x")
 
 
@@ -328,10 +328,10 @@ def test_what_does_not_fit_is_said() -> None:
     model = put_deltas(make("gpt2"))
     list_deltas(model)["narrow"].detach()
     with Engine(model, config=CONFIG) as engine:
-        with pytest.raises(ConfigError, match=r"no delta 'lwo'\. Did you mean 'low'"):
+        with pytest.raises(ConfigError, match=r"no adapter 'lwo'\. Did you mean 'low'"):
             engine.submit(ask("lwo"))
         with pytest.raises(ConfigError, match="'narrow' is detached"):
             engine.submit(ask(["low", "narrow"]))
-        with pytest.raises(ConfigError, match="no delta 'x'"):
+        with pytest.raises(ConfigError, match="no adapter 'x'"):
             engine.embed(torch.tensor([PROMPTS[1]]), delta="x")
         assert engine.submit(ask("low")).wait(60)

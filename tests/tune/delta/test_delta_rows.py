@@ -79,7 +79,7 @@ def test_an_argument_of_a_call(recomputes: bool) -> None:
     assert torch.equal(model(IDS).logits, both)
     with pytest.raises(ShapeError, match="adapter_names has 2 entries, but the batch has 3"):
         model(IDS, adapter_names=["a", "b"])
-    with pytest.raises(ConfigError, match="no delta 'c'"):
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
         model(IDS, adapter_names=["a", "b", "c"])
     assert torch.equal(model(IDS).logits, both)
     assert torch.equal(copy.deepcopy(model)(IDS, adapter_names=rows).logits, out)
@@ -159,7 +159,7 @@ def test_what_each_row_writes(make: Any, num_beams: int) -> None:
     got = generate(model, IDS, adapter_names=rows, **told, min_new_tokens=6)
     assert torch.equal(got, want)
     assert len({tuple(row) for row in want[:, -6:].tolist()}) > 1
-    with pytest.raises(ConfigError, match="no delta 'c'"):
+    with pytest.raises(ConfigError, match="no adapter 'c'"):
         generate(model, IDS, adapter_names=["a", "c", "b"])
     bare = make()
     none = generate(bare, IDS, adapter_names=[None, None, None], **told)

@@ -252,7 +252,10 @@ def test_rows_have_their_own(kind: str) -> None:
     out[2].square().sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in deltas["a"].parameters())
     assert any(p.grad is not None and p.grad.any() for p in deltas["b"].parameters())
-    with pytest.raises(ConfigError, match="no delta 'c'"), select_adapters(model, ["c", None, "a"]):
+    with (
+        pytest.raises(ConfigError, match="no adapter 'c'"),
+        select_adapters(model, ["c", None, "a"]),
+    ):
         raise AssertionError("not reached")
 
 
@@ -354,7 +357,7 @@ def test_what_cannot_be(build: Callable[[GPT2], Delta], said: str) -> None:
 def test_what_cannot_be_done_with_one() -> None:
     model = gpt2()
     delta = Lora(model, ["lm_head", "attn.q"])
-    with pytest.raises(ConfigError, match="already has a delta 'default'"):
+    with pytest.raises(ConfigError, match="already has an adapter 'default'"):
         Lora(model, ["attn.k"])
     with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
         delta.merge()
