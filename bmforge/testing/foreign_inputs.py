@@ -85,13 +85,16 @@ def find_example(plain: Any, head: str) -> Example:
 
 
 def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]) -> str:
-    """Return "" if a model uses the float tensors of `form` and has a loss; else the problem."""
+    """Return "" if a model uses `form`, for each row alone, and has a loss; else the problem."""
     out = plain(**inputs)
     floats = {name: torch.zeros_like(t) for name, t in form.items() if t.is_floating_point()}
     if out.loss is None:
         return _NO_LOSS
     if not bool(out.logits.isfinite().all()):
         return "its logits are not finite"
+    last = plain(**{name: t.chunk(_ROWS)[-1] for name, t in inputs.items()}).logits
+    if not torch.allclose(last[0], out.logits[-1], atol=1e-4):
+        return "the logits of a row depend on the other rows"
     if floats and torch.equal(plain(**{**inputs, **floats}).logits, out.logits):
         return f"its logits do not depend on {', '.join(floats)}"
     return ""

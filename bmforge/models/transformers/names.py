@@ -213,19 +213,19 @@ def _rules_of_merged(
         or view.shape[dim + count :] != out.shape[dim + 1 :]
     ):
         return None
-    kept = max(range(count), key=lambda d: sizes[d])
+    largest = max(range(count), key=lambda d: sizes[d])
     strides = [math.prod(sizes[d + 1 :]) for d in range(count)]
     rules: list[WeightRule] = []
-    for index in itertools.product(*(range(1 if d == kept else n) for d, n in enumerate(sizes))):
-        own = [slice(None) if d == kept else place for d, place in enumerate(index)]
+    for index in itertools.product(*(range(1 if d == largest else n) for d, n in enumerate(sizes))):
+        own = [slice(None) if d == largest else coordinate for d, coordinate in enumerate(index)]
         piece = view[(slice(None),) * dim + tuple(own)]
         single = _rules_of(published, piece, owners, tracking)
         if single is None or len(single) > 1 or single[0].part is not None:
             return None
-        first = sum(place * stride for place, stride in zip(index, strides, strict=True))
+        first = sum(coordinate * stride for coordinate, stride in zip(index, strides, strict=True))
         part = (first, out.shape[dim])
         rules.append(
-            replace(_as_box(single[0], piece.shape), part=part, part_dim=dim, step=strides[kept])
+            replace(_as_box(single[0], piece.shape), part=part, part_dim=dim, step=strides[largest])
         )
     return rules
 
