@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.packed_step import can_pack
+from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.workspace import find_workspace
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
@@ -96,8 +98,9 @@ def _fitting_tokens(model: Any, memory_bytes: int, rows: int) -> int:
 
     The memory is measured at two lengths and grows linearly with the length.
     """
+    chunk = RequestsConfig().max_num_batched_tokens if can_pack(model) else None
     shorter, longer = (
         work.cache_bytes + work.step_bytes
-        for work in (find_workspace(model, rows, count * _LEAST) for count in (1, 2))
+        for work in (find_workspace(model, rows, count * _LEAST, chunk) for count in (1, 2))
     )
     return _LEAST + (memory_bytes - shorter) * _LEAST // max(1, longer - shorter)

@@ -27,6 +27,8 @@ __all__ = ["Workspace", "find_workspace", "largest_runs"]
 
 # Memory of sampling per logit: sorted values (fp32), indices (int64) and masks.
 _BYTES_PER_SCORE = 40
+# Memory of the log-probabilities of prompt tokens per logit: logits and log-probabilities in fp32.
+_BYTES_PER_PROMPT_SCORE = 8
 # Factor for activations of a module that does not run on the meta device: see `_guess`.
 _COPIES = 2
 
@@ -44,23 +46,30 @@ class Workspace:
     step_bytes: int
 
 
-def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory without weights that a model needs for a batch of the given size.
+def find_workspace(
+    model: nn.Module, rows: int, tokens: int, chunk_tokens: int | None = None
+) -> Workspace:
+    """Return the memory in bytes that a model needs in addition to its weights.
 
     Args:
         model: model on any device; a copy on the meta device is run.
-        rows: maximum batch size.
+        rows: maximum number of sequences.
         tokens: maximum sequence length in tokens, including new tokens.
+        chunk_tokens: maximum number of tokens in a step of batched requests, if prompts are
+            computed in chunks; None if all sequences are computed in one call.
     """
     described = copy_to_meta(model)
+    call_rows = rows if chunk_tokens is None else min(rows, -(-chunk_tokens // tokens))
     if not isinstance(described, Model) or not described.traces_memory:
-        return _guess(described, rows, tokens)
+        work = _guess(described, call_rows, tokens)
+        return Workspace(work.cache_bytes * rows // call_rows, work.step_bytes)
     with evaluating(described), torch.no_grad():
-        runs = [_follow(described, run, rows, tokens) for run in largest_runs(described)]
+        runs = [_follow(described, run, call_rows, tokens) for run in largest_runs(described)]
     cache = max(need.cache_bytes for need in runs)
-    peak = max(need.cache_bytes + need.step_bytes for need in runs)
-    drawing = rows * described.config.vocab_size * _BYTES_PER_SCORE * described.traits.writes
-    return Workspace(cache, max(peak, cache + drawing) - cache)
+    step = max(need.cache_bytes + need.step_bytes for need in runs) - cache
+    score_bytes = max(rows * _BYTES_PER_SCORE, (chunk_tokens or 0) * _BYTES_PER_PROMPT_SCORE)
+    scores = described.config.vocab_size * score_bytes * described.traits.writes
+    return Workspace(cache * rows // call_rows, max(step, scores))
 
 
 _Run = Callable[[Any, Tensor], int]

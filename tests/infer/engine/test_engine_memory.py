@@ -10,6 +10,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.infer.engine import runtime
+from bmforge.infer.engine.request import Request
 from bmforge.models import T5, Llama, LlamaConfig, T5Config
 from bmforge.testing.limited_engine import ALLOWANCE, CASES, MODELS, Case, run_limited
 
@@ -47,3 +48,19 @@ def test_the_default_length_is_that_of_the_model() -> None:
     t5 = T5.from_config(T5Config(**size), device="meta")
     assert EngineConfig().tokens_of(llama) == 24
     assert EngineConfig().tokens_of(t5) == 1024
+
+
+def test_an_engine_for_requests_takes_single_calls(tmp_path: Path) -> None:
+    """Its plan has room for one whole prompt, so a batch of prompts is refused by name."""
+    llama, t5 = MODELS["llama"](), MODELS["t5"]()
+    config = EngineConfig(max_rows=4, max_tokens=64, only_requests=True)
+    assert config.call_rows_of(llama) == 1
+    assert config.call_rows_of(t5) == 4  # whose requests run as batches of their own
+    llama.save_pretrained(tmp_path)
+    with Engine(tmp_path, device_budget_bytes=1 << 29, config=config) as engine:
+        ids = torch.ones(2, 8, dtype=torch.long)
+        assert engine.model(ids[:1]).logits.shape[:2] == (1, 8)
+        with pytest.raises(ConfigError, match=r"2 rows.*max_rows=1"):
+            engine.model(ids)
+        handles = [engine.submit(Request([1, 2, 3 + row])) for row in range(6)]
+        assert all(handle.wait()[0].ids for handle in handles)

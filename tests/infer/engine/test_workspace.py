@@ -73,6 +73,18 @@ def test_it_is_what_a_step_takes(kind: str, rows: int, tokens: int) -> None:
     assert described == found
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_chunks_of_prompts_need_less_than_whole_prompts(kind: str) -> None:
+    """The KV cache is that of all sequences, the step that of one sequence of maximum length."""
+    model = MAKERS[kind]()
+    whole, chunked = find_workspace(model, 16, 256), find_workspace(model, 16, 256, 128)
+    one, short = find_workspace(model, 1, 256), find_workspace(model, 16, 32, 128)
+    assert chunked.cache_bytes == whole.cache_bytes == 16 * one.cache_bytes
+    assert chunked.step_bytes == max(one.step_bytes, 500 * max(16 * 40, 128 * 8))
+    assert one.step_bytes <= chunked.step_bytes < whole.step_bytes / 4
+    assert short.step_bytes >= find_workspace(model, 4, 32).step_bytes  # 4 x 32 = 128 tokens
+
+
 def test_a_packed_head_is_never_a_matrix_of_floats() -> None:
     """Scoring is planned with some of its rows, and takes no more."""
     sizes = {**WIDE, "vocab_size": 96_000, "hidden_size": 256, "num_layers": 1}
