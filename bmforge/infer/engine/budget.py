@@ -17,7 +17,7 @@ from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.runtime import runtime_bytes
-from bmforge.infer.engine.workspace import Workspace, find_workspace
+from bmforge.infer.engine.workspace import Workspace, find_workspace, largest_call
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
 from bmforge.memory.streamed_experts import LEAST_EXPERTS, expert_bytes, find_experts
@@ -93,14 +93,17 @@ class EngineConfig:
 
     def call_rows_of(self, model: nn.Module) -> int:
         """Return the maximum batch size of a call for a model, in sequences."""
-        is_chunked = self.only_requests and isinstance(model, Model) and can_pack(model)
-        return 1 if is_chunked else self.max_rows
+        return largest_call(self.max_rows, self.tokens_of(model), self._chunk_tokens_of(model))
 
     def workspace_of(self, model: nn.Module) -> Workspace:
         """Return the memory that a model needs in addition to its weights, in bytes."""
-        is_chunked = self.call_rows_of(model) < self.max_rows
-        chunk = self.requests.max_num_batched_tokens if is_chunked else None
+        chunk = self._chunk_tokens_of(model)
         return find_workspace(model, self.max_rows, self.tokens_of(model), chunk)
+
+    def _chunk_tokens_of(self, model: nn.Module) -> int | None:
+        """Return the maximum number of tokens in a step; None for whole batches of prompts."""
+        is_chunked = self.only_requests and isinstance(model, Model) and can_pack(model)
+        return self.requests.max_num_batched_tokens if is_chunked else None
 
 
 def plan_memory(

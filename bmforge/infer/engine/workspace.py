@@ -23,7 +23,7 @@ from bmforge.models.base import Model
 from bmforge.records import units_of
 from bmforge.surgery import copy_to_meta, evaluating
 
-__all__ = ["Workspace", "find_workspace", "largest_runs"]
+__all__ = ["Workspace", "find_workspace", "largest_call", "largest_runs"]
 
 # Memory of sampling per logit: sorted values (fp32), indices (int64) and masks.
 _BYTES_PER_SCORE = 40
@@ -59,7 +59,7 @@ def find_workspace(
             computed in chunks; None if all sequences are computed in one call.
     """
     described = copy_to_meta(model)
-    call_rows = rows if chunk_tokens is None else min(rows, -(-chunk_tokens // tokens))
+    call_rows = largest_call(rows, tokens, chunk_tokens)
     if not isinstance(described, Model) or not described.traces_memory:
         work = _guess(described, call_rows, tokens)
         return Workspace(work.cache_bytes * rows // call_rows, work.step_bytes)
@@ -70,6 +70,11 @@ def find_workspace(
     score_bytes = max(rows * _BYTES_PER_SCORE, (chunk_tokens or 0) * _BYTES_PER_PROMPT_SCORE)
     scores = described.config.vocab_size * score_bytes * described.traits.writes
     return Workspace(cache * rows // call_rows, max(step, scores))
+
+
+def largest_call(rows: int, tokens: int, chunk_tokens: int | None) -> int:
+    """Return the maximum batch size of a call; the arguments are those of `find_workspace`."""
+    return rows if chunk_tokens is None else min(rows, -(-chunk_tokens // tokens))
 
 
 _Run = Callable[[Any, Tensor], int]
