@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -147,40 +147,46 @@ class ModelConfig:
         names = set(_GENERATION_FIELDS.split())
         return {name: value for name, value in self.raw.items() if name in names}
 
-    def find_unlike(self, needed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-        """Return an error message for each value that config.json cannot express.
+    def find_unlike(self, **needed: Any) -> Iterator[str]:
+        """Yield a message for each field whose value config.json cannot express.
 
         Args:
-            needed: mapping from field name (or text ending with one) to (value, supported value).
+            needed: the only value of each field that can be saved.
         """
-        return [
-            f"{name}={value!r} must be {need!r}"
-            for name, (value, need) in needed.items()
-            if value != need and not self.says(name.split()[-1])
-        ]
+        for name, need in needed.items():
+            value = getattr(self, name)
+            if value != need and not self.says(name):
+                yield f"{name}={value!r} must be {need!r}"
 
     def check(self) -> None:
         """Raise a `ConfigError` that lists all inconsistencies among the fields."""
+        check_head(type(self).__name__, self.head, self.heads)
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
             for name in self.hf_names
             if name in _POSITIVE and not _is_positive(getattr(self, name))
         ]
-        check_head(type(self).__name__, self.head, self.heads)
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        elif (
-            "num_heads" in self.hf_names
-            and "num_kv_heads" not in self.hf_names
-            and self.num_kv_heads != self.num_heads
-        ):
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
-            )
+        problems = problems or list(self.problems())
         if problems:
-            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields, whose sizes are positive."""
+        heads, kv_heads, names = self.num_heads, self.num_kv_heads, self.hf_names
+        if "num_heads" in names and "num_kv_heads" not in names and kv_heads != heads:
+            yield f"num_kv_heads={kv_heads} must equal num_heads={heads}"
+        elif heads % kv_heads:
+            yield f"num_heads={heads} must be a multiple of num_kv_heads={kv_heads}"
+        differs = heads * self.head_dim != self.hidden_size
+        if "num_heads" in names and differs and not self.saves_head_dim():
+            yield (
+                f"hidden_size={self.hidden_size} must equal num_heads={heads} x "
+                f"head_dim={self.head_dim}"
+            )
+
+    def saves_head_dim(self) -> bool:
+        """Return True if the saved config determines `head_dim`."""
+        return "head_dim" in self.hf_names or self.says("head_dim")
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:

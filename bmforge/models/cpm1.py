@@ -6,10 +6,10 @@ A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
@@ -74,18 +74,12 @@ class CPM1Config(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = self.find_unlike(
-            {
-                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-                "tie_word_embeddings": (self.tie_word_embeddings, True),
-            }
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        yield from self.find_unlike(
+            intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
-        if problems:
-            raise ConfigError(f"CPM1Config: {'; '.join(problems)}.")
 
 
 class CPM1(CausalLM):

@@ -9,7 +9,7 @@ Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -90,18 +90,15 @@ class CPMBeeConfig(CPMLiveConfig):
         live = "model_type" not in raw and "position_bias_num_segment_buckets" in raw
         return live or raw.get("model_type") in cls.model_types
 
-    def problems(self) -> list[str]:
-        """Return an error message for each inconsistency among the fields."""
-        problems = super().problems()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.hidden_size % 2:
-            problems.append(
+            yield (
                 f"hidden_size={self.hidden_size} must be even, because sub ids rotate pairs of dims"
             )
         if not self.tie_word_embeddings:
-            problems.append(
-                "tie_word_embeddings must be True, because the head uses the token embedding"
-            )
-        return problems
+            yield "tie_word_embeddings must be True, because the head uses the token embedding"
 
 
 class CPMBee(CPMLive):

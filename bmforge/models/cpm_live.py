@@ -11,6 +11,7 @@ Source: OpenBMB/CPM-Live; Yang et al., "Tensor Programs V" (2022) for the scales
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -116,24 +117,16 @@ class CPMLiveConfig(ModelConfig):
         self.mask_modules = tuple((bool(attn), bool(mlp)) for attn, mlp in pairs)
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = self.problems()
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
-
-    def problems(self) -> list[str]:
-        """Return an error message for each inconsistency among the fields."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if len(self.mask_modules) not in (0, self.num_layers):
-            problems.append(
+            yield (
                 f"mask_modules has {len(self.mask_modules)} entries (expected: one for each of "
                 f"num_layers={self.num_layers} layers)"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
-            problems.append("mask_modules removes the attention of all layers")
-        return problems
+            yield "mask_modules removes the attention of all layers"
 
     @property
     def scales_weights(self) -> bool:

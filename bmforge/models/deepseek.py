@@ -7,10 +7,10 @@ They have latent attention, routed experts and shared experts. Source: DeepSeek-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
 from bmforge.models.llama import llama_heads
@@ -186,14 +186,11 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
     normalize_weights: bool = False
     weight_scale: float = 16.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.normalize_weights:
-            raise ConfigError(
-                "DeepSeekV2Config: normalize_weights=True is not supported (allowed: False, as in "
-                "transformers)."
-            )
+            yield "normalize_weights=True is not supported (allowed: False, as in transformers)"
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

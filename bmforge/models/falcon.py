@@ -6,10 +6,10 @@ implementation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama_like import (
@@ -102,22 +102,18 @@ class FalconConfig(LlamaLikeConfig):
     bias: bool = False
     dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not self.new_decoder_architecture and self.num_kv_heads not in (1, self.num_heads):
-            raise ConfigError(
-                f"FalconConfig: num_kv_heads={self.num_kv_heads} needs "
-                f"new_decoder_architecture=True (without it: 1 or num_heads={self.num_heads})."
+            yield (
+                f"num_kv_heads={self.num_kv_heads} needs new_decoder_architecture=True (without "
+                f"it: 1 or num_heads={self.num_heads})"
             )
         if self.parallel_norms and not self.new_decoder_architecture:
-            raise ConfigError(
-                "FalconConfig: parallel_norms=True needs new_decoder_architecture=True."
-            )
+            yield "parallel_norms=True needs new_decoder_architecture=True"
         if self.new_decoder_architecture and not self.parallel_attn:
-            raise ConfigError(
-                "FalconConfig: new_decoder_architecture=True needs parallel_attn=True."
-            )
+            yield "new_decoder_architecture=True needs parallel_attn=True"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:

@@ -9,10 +9,10 @@ tables.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig, LocalRotaryConfig
@@ -92,13 +92,13 @@ class GemmaConfig(LlamaLikeConfig):
             raw["hidden_act"] = "gelu_pytorch_tanh"
         return super()._take_special(raw)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.activation == "gelu":  # config.json cannot state it; see `_take_special`
-            raise ConfigError(
-                "GemmaConfig: activation='gelu' is not supported. Use 'gelu_pytorch_tanh', which "
-                "Gemma was trained with."
+            yield (
+                "activation='gelu' is not supported (use 'gelu_pytorch_tanh', which Gemma was "
+                "trained with)"
             )
 
 

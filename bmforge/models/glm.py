@@ -12,6 +12,7 @@ the same model_type, but is the family `GLM4`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -126,21 +127,14 @@ class GLMConfig(ModelConfig):
     sop_token_id: int | None = None
     mask_token_id: int | None = None
 
-    def check(self) -> None:
-        """Raise `ConfigError` for values that config.json cannot express."""
-        super().check()
-        problems = self.find_unlike(
-            {
-                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-                "num_kv_heads": (self.num_kv_heads, self.num_heads),
-                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-                "tie_word_embeddings": (self.tie_word_embeddings, True),
-            }
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        yield from self.find_unlike(
+            intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
         if (self.sop_token_id is None) != (self.mask_token_id is None):
-            problems.append("sop_token_id and mask_token_id must be set together")
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield "sop_token_id and mask_token_id must be set together"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:

@@ -114,6 +114,10 @@ class GPT2Config(ModelConfig):
             values["embed_dropout"] = embed
         return values, raw
 
+    def saves_head_dim(self) -> bool:
+        """Return True: `_give_special` saves a head_dim other than hidden_size / num_heads."""
+        return True
+
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None

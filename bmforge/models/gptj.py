@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
@@ -87,25 +87,14 @@ class GPTJConfig(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if (
-            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
-        ) or self.num_kv_heads != self.num_heads:
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must equal "
-                "num_heads"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            problems.append(
+            yield (
                 f"rotary_dim={self.rotary_dim} must be even and between 2 and "
                 f"head_dim={self.head_dim}"
             )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     def _give_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
@@ -83,11 +83,11 @@ class GraniteConfig(LlamaLikeConfig):
     attn_scale: float = 0.015625
     logit_divisor: float = 8.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not self.logit_divisor:
-            raise ConfigError("GraniteConfig: logit_divisor must not be 0.")
+            yield "logit_divisor must not be 0"
 
 
 class Granite(LlamaLike):

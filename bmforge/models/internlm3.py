@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
@@ -57,14 +57,11 @@ class InternLM3Config(LlamaLikeConfig):
     attn_bias: bool = False
     mlp_bias: bool = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.attn_bias != self.mlp_bias:  # transformers' implementation has one field for both
-            raise ConfigError(
-                f"InternLM3Config: attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be "
-                "equal."
-            )
+            yield f"attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be equal"
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,10 +6,10 @@ Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bmforge.errors import ConfigError
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig
 from bmforge.models.rules import TensorCut, whole_attention
 from bmforge.models.sizes import LayerSizes
@@ -60,25 +60,20 @@ class LatentConfig(LlamaLikeConfig):
         self.head_dim = self.head_dim or self.plain_dim + self.rope_dim
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        name, problems = type(self).__name__, []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.head_dim != self.plain_dim + self.rope_dim:
-            problems.append(
+            yield (
                 f"head_dim={self.head_dim} must equal plain_dim={self.plain_dim} + "
                 f"rope_dim={self.rope_dim}"
             )
         if self.num_kv_heads != self.num_heads:
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
-            )
+            yield f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
         if not 0 < self.value_dim <= self.head_dim:
-            problems.append(f"value_dim={self.value_dim} must be from 1 to {self.head_dim}")
-        if problems:
-            raise ConfigError(f"{name}: {'; '.join(problems)}.")
+            yield f"value_dim={self.value_dim} must be from 1 to {self.head_dim}"
 
-    def _saves_head_dim(self) -> bool:
+    def saves_head_dim(self) -> bool:
         """Return True: head_dim is plain_dim + rope_dim, which are saved."""
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -39,17 +40,17 @@ class LayerTypesConfig(LlamaLikeConfig):
         kinds = self.layer_types or self._usual_types(self.num_layers, self.full_every)
         return [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        kinds, name = self.layer_types, type(self).__name__
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        kinds = self.layer_types
         if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
-            raise ConfigError(
-                f"{name}: layer_types={kinds} must have one entry, {_SLIDING!r} or {_FULL!r}, for "
-                f"each of num_layers={self.num_layers} layers."
+            yield (
+                f"layer_types={kinds} must have one entry, {_SLIDING!r} or {_FULL!r}, for each of "
+                f"num_layers={self.num_layers} layers"
             )
         if self.sliding_layers and self.window < 1:
-            raise ConfigError(f"{name}: window={self.window} must be a positive number.")
+            yield f"window={self.window} must be a positive number"
 
     @staticmethod
     def _usual_types(num_layers: int, period: int) -> list[str]:

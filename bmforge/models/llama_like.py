@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.rotary import RotaryConfig
@@ -176,20 +175,6 @@ class LlamaLikeConfig(RotaryConfig):
     def is_gated(self) -> bool:
         """True if the family's MLP has a gate."""
         return self.has_gate
-
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields, or a head_dim that cannot be saved."""
-        super().check()
-        width = self.num_heads * self.head_dim
-        if width != self.hidden_size and not self._saves_head_dim():
-            raise ConfigError(
-                f"{type(self).__name__}: hidden_size={self.hidden_size} must equal "
-                f"num_heads={self.num_heads} x head_dim={self.head_dim}."
-            )
-
-    def _saves_head_dim(self) -> bool:
-        """Return True if the saved config determines `head_dim`."""
-        return "head_dim" in self.hf_names or self.says("head_dim")
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmforge.device import reads_are_free
-from bmforge.errors import ConfigError, ShapeError
+from bmforge.errors import ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
 from bmforge.models.heads import Head
@@ -89,18 +90,18 @@ class LongformerConfig(EncoderConfig):
             self.windows = self.windows * self.num_layers
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.classifier_dropout is not None:
-            raise ConfigError(
-                f"LongformerConfig: classifier_dropout={self.classifier_dropout} is not supported "
-                "(allowed: None). The classifiers use `dropout`."
+            yield (
+                f"classifier_dropout={self.classifier_dropout} is not supported (allowed: None; "
+                "the classifiers use `dropout`)"
             )
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
-            raise ConfigError(
-                f"LongformerConfig: windows={self.windows} must be one positive even number, or "
-                f"one for each of num_layers={self.num_layers} layers."
+            yield (
+                f"windows={self.windows} must be one positive even number, or one for each of "
+                f"num_layers={self.num_layers} layers"
             )
 
     @classmethod

@@ -8,10 +8,10 @@ published checkpoints contain remote code, which is never run. MiniCPM4's sparse
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
@@ -150,19 +150,11 @@ class MiniCPMConfig(LlamaLikeConfig):
     base_hidden_size: int = 256
     attn_bias: bool = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.base_hidden_size < 1:
-            problems.append(f"base_hidden_size={self.base_hidden_size} must be a positive number")
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"base_hidden_size={self.base_hidden_size} must be a positive number"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:

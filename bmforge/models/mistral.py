@@ -6,6 +6,7 @@ Ministral (`layer_types`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -83,23 +84,18 @@ class MistralConfig(LlamaLikeConfig):
     window: int = 0
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in self.model_types:
-            problems.append(f"model_type={self.model_type!r} must be 'mistral' or 'ministral'")
+            yield f"model_type={self.model_type!r} must be 'mistral' or 'ministral'"
         if self.window_layers and (not self.window or self.model_type == "mistral"):
-            problems.append(
+            yield (
                 f"window_layers={self.window_layers} needs window (got {self.window}) and "
                 f"model_type='ministral' (got {self.model_type!r})"
             )
         if not all(0 <= i < self.num_layers for i in self.window_layers):
-            problems.append(
-                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,7 @@ Technical Report" (2505.09388).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -100,24 +101,18 @@ class QwenConfig(LlamaLikeConfig):
     window: int = 0
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in ("qwen2", "qwen3"):
-            problems.append(f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'")
+            yield f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'"
         if self.attn_bias and self.model_type == "qwen2":
-            problems.append("attn_bias=True has no effect with qwen2, which always has biases")
+            yield "attn_bias=True has no effect with qwen2, which always has biases"
         if bool(self.window) != bool(self.window_layers):
-            problems.append(
-                f"window={self.window} and window_layers={self.window_layers} must be set together"
-            )
+            layers = self.window_layers
+            yield f"window={self.window} and window_layers={layers} must be set together"
         if not all(0 <= i < self.num_layers for i in self.window_layers):
-            problems.append(
-                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

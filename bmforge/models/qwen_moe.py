@@ -6,10 +6,10 @@ Technical Report" (arXiv 2505.09388).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import llama_heads, llama_rules
 from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
@@ -170,15 +170,14 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
     attn_bias: bool = True
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
         if outside or bool(self.window) != bool(self.window_layers):
-            raise ConfigError(
-                f"{type(self).__name__}: window={self.window} and "
-                f"window_layers={self.window_layers} must be set together, with window_layers "
-                f"below num_layers={self.num_layers}."
+            yield (
+                f"window={self.window} and window_layers={self.window_layers} must be set "
+                f"together, with window_layers below num_layers={self.num_layers}"
             )
 
     def attn_spec(self) -> AttentionSpec:

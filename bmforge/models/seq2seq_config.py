@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.seq2seq_stack import Seq2SeqSpec
 from bmforge.models.sizes import LayerSizes
@@ -67,14 +67,11 @@ class Seq2SeqConfig(ModelConfig):
     dropout: float = 0.0
     pad_token_id: int = 5
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.tie_word_embeddings:
-            raise ConfigError(
-                f"{type(self).__name__}: tie_word_embeddings=True is not supported (allowed: "
-                "False)."
-            )
+            yield "tie_word_embeddings=True is not supported (allowed: False)"
 
     @property
     def is_gated(self) -> bool:

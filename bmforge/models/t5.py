@@ -5,6 +5,7 @@ mT5 (Xue et al. 2021) is T5 1.1 with a different vocabulary; its published `mode
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -185,16 +186,13 @@ class T5Config(ModelConfig):
         self.num_decoder_layers = self.num_decoder_layers or self.num_layers
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in self.model_types:
-            raise ConfigError(
-                f"{type(self).__name__}: model_type={self.model_type!r} must be one of "
-                f"{', '.join(self.model_types)}."
-            )
+            yield f"model_type={self.model_type!r} must be one of {', '.join(self.model_types)}"
         if self.model_type == "mt5" and self.scale_head:
-            raise ConfigError("T5Config: scale_head=True is not supported by mT5. Set it to False.")
+            yield "scale_head=True is not supported by mT5 (set it to False)"
 
     @property
     def is_gated(self) -> bool:
