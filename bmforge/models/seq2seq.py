@@ -18,7 +18,8 @@ from bmforge.models.heads import check_places, finish_classes, finish_spans, pic
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Seq2SeqStack
-from bmforge.models.stack import check_ids, given_inputs, span_of
+from bmforge.models.sizes import sizes_of
+from bmforge.models.stack import check_ids, find_block, given_inputs, span_of, width_into
 from bmforge.models.traits import Traits
 from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
@@ -293,6 +294,21 @@ class Seq2Seq(Model):
         dropout = self.spec.classifier_dropout
         logits = self.classifier(F.dropout(x, dropout, self.training) if dropout else x)
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
+
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation of T5's code: `config.init_std` over sqrt(input width).
+
+        Embeddings and head have a standard deviation of `config.init_std`.
+        """
+        config = self.config
+        if name.startswith(("embed", "lm_head")):
+            return float(config.init_std)
+        width = config.hidden_size
+        if name.endswith("q_proj.weight"):
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
+        return float(config.init_std * width**-0.5)
 
     def layout_rules(self) -> LayoutRules:
         """Return the sharding plan; its units are the layers of both stacks."""
