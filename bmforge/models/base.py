@@ -318,10 +318,6 @@ class Model(WeightNames, ModelHooks, nn.Module):
         others = {name: count for name, count in heads.items() if count != usual}
         return default_cuts(names, usual[0], usual[1], differing=others)
 
-    def init_std(self, name: str) -> float:
-        """Return the standard deviation with which a parameter is initialized."""
-        return self.config.init_std
-
     def embed_inputs(
         self,
         input_ids: Tensor | None,

@@ -5,7 +5,6 @@ A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -87,6 +86,7 @@ class CPM1(CausalLM):
 
     config_class = CPM1Config
     family_traits = Traits("left", "next token", "learned", tokenizer="CPM1Tokenizer")
+    scales_residuals = True
 
     def __init__(self, config: CPM1Config) -> None:
         attn = AttentionSpec(
@@ -100,11 +100,6 @@ class CPM1(CausalLM):
             residual_dropout=config.dropout,
         )
         super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def megatron_rules(self) -> list[WeightRule]:
         """Map parameter names to the names in Megatron shards."""

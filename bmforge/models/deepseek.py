@@ -13,19 +13,13 @@ from typing import Any, ClassVar, Literal
 
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
-from bmforge.models.llama import llama_heads
+from bmforge.models.llama_like import llama_heads
 from bmforge.models.shared_experts import SHARED_EXPERT_NAMES, SharedExperts, SharedExpertsConfig
 from bmforge.nn.router import Scoring
 
 __all__ = ["DeepSeekV2", "DeepSeekV2Config", "DeepSeekV3", "DeepSeekV3Config"]
 
 _REQUIRED = SharedExpertsConfig.hf_required
-
-
-def _heads(stem: str, *names: str) -> dict[str, Head]:
-    """Return a dict from head name to head: "language_model", "none", and those in `names`."""
-    names = ("language_model", "none", *names)
-    return {name: head for name, head in llama_heads(stem).items() if name in names}
 
 
 def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> dict[str, Any]:
@@ -67,9 +61,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
 
     family: ClassVar[str] = "deepseek_v3"
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2")
-    heads: ClassVar[dict[str, Head]] = _heads(
-        "DeepseekV3", "sequence_classification", "token_classification"
-    )
+    heads: ClassVar[dict[str, Head]] = llama_heads("DeepseekV3", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = {
         **SHARED_EXPERT_NAMES,
         **LATENT_NAMES,
@@ -142,7 +134,7 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
 
     family: ClassVar[str] = "deepseek_v2"
     scoring: ClassVar[Scoring] = "softmax"
-    heads: ClassVar[dict[str, Head]] = _heads("DeepseekV2", "sequence_classification")
+    heads: ClassVar[dict[str, Head]] = llama_heads("DeepseekV2", classifiers=("sequence",))
     hf_names: ClassVar[dict[str, str]] = {
         **{k: v for k, v in SHARED_EXPERT_NAMES.items() if k != "normalize_weights"},
         **LATENT_NAMES,

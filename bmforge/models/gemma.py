@@ -197,33 +197,25 @@ class Gemma3Config(LocalRotaryConfig):
     query_size: float = 256
 
 
-def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return the block spec with Gemma's norms (offset 1)."""
-    return replace(block, norm=NormSpec("rms", config.norm_eps, offset=1.0))
-
-
-def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:
-    """Return a copy of the `DecoderSpec` with Gemma's factor on the embedding."""
-    return replace(spec, embed_scale=math.sqrt(config.hidden_size), rounds_embed_scale=True)
-
-
 class Gemma(LlamaLike):
     """Gemma 1 with a language-model head."""
 
     config_class = GemmaConfig
 
     @classmethod
-    def make_block(cls, config: GemmaConfig) -> BlockSpec:
-        """Return Llama's block with Gemma's norms."""
-        return _block(super().make_block(config), config)
+    def make_block(cls, config: Any) -> BlockSpec:
+        """Return Llama's block with Gemma's norms (offset 1)."""
+        norm = NormSpec("rms", config.norm_eps, offset=1.0)
+        return replace(super().make_block(config), norm=norm)
 
     @classmethod
-    def make_spec(cls, config: GemmaConfig) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return _scaled(super().make_spec(config), config)
+    def make_spec(cls, config: Any) -> DecoderSpec:
+        """Return the `DecoderSpec` of the model, with Gemma's factor on the embedding."""
+        scale = math.sqrt(config.hidden_size)
+        return replace(super().make_spec(config), embed_scale=scale, rounds_embed_scale=True)
 
 
-class Gemma2(LayerTypes):
+class Gemma2(Gemma, LayerTypes):
     """Gemma 2 with a language-model head."""
 
     config_class = Gemma2Config
@@ -231,7 +223,7 @@ class Gemma2(LayerTypes):
     @classmethod
     def make_block(cls, config: Gemma2Config) -> BlockSpec:
         """Return Gemma's block with two norms per sublayer and capped scores."""
-        block = _block(super().make_block(config), config)
+        block = super().make_block(config)
         assert block.attn is not None
         attn = replace(block.attn, scale=config.query_size**-0.5, softcap=config.attn_softcap)
         return replace(block, attn=attn, norm_place="sandwich")
@@ -239,8 +231,7 @@ class Gemma2(LayerTypes):
     @classmethod
     def make_spec(cls, config: Gemma2Config) -> DecoderSpec:
         """Return the `DecoderSpec` of the model."""
-        spec = _scaled(super().make_spec(config), config)
-        return replace(spec, head_softcap=config.logit_softcap)
+        return replace(super().make_spec(config), head_softcap=config.logit_softcap)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; a layer has four norms."""
@@ -255,7 +246,7 @@ _NORMS = {
 }
 
 
-class Gemma3(LayerTypes):
+class Gemma3(Gemma, LayerTypes):
     """Gemma 3's text model with a language-model head."""
 
     config_class = Gemma3Config
@@ -263,15 +254,10 @@ class Gemma3(LayerTypes):
     @classmethod
     def make_block(cls, config: Gemma3Config) -> BlockSpec:
         """Return Gemma's block with two norms per sublayer and norms of q and k."""
-        block = _block(super().make_block(config), config)
+        block = super().make_block(config)
         assert block.attn is not None
         attn = replace(block.attn, scale=config.query_size**-0.5, qk_norm=block.norm)
         return replace(block, attn=attn, norm_place="sandwich")
-
-    @classmethod
-    def make_spec(cls, config: Gemma3Config) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return _scaled(super().make_spec(config), config)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; a layer has four norms."""

@@ -11,7 +11,6 @@ the same model_type, but is the family `GLM4`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -177,6 +176,7 @@ class GLM(CausalLM):
 
     config_class = GLMConfig
     family_traits = Traits("blanks", "blanks", "learned", tokenizer="GLMTokenizer")
+    scales_residuals = True
     hf_prefix = "glm."
 
     def __init__(self, config: GLMConfig) -> None:
@@ -189,11 +189,6 @@ class GLM(CausalLM):
         self.embed_blocks = nn.Embedding(rows, width)
         if config.head == "sequence_classification":
             self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None

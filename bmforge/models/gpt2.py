@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -135,6 +134,7 @@ class GPT2(CausalLM):
 
     config_class = GPT2Config
     family_traits = Traits("left", "next token", "learned")
+    scales_residuals = True
     hf_prefix = "transformer."
 
     def __init__(self, config: GPT2Config) -> None:
@@ -155,11 +155,6 @@ class GPT2(CausalLM):
         )
         embed = config.dropout if config.embed_dropout is None else config.embed_dropout
         super().__init__(config, DecoderSpec(block, embed_dropout=embed))
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; Conv1D is transposed, q, k, v are fused."""

@@ -20,8 +20,6 @@ from bmforge.nn.mlp import SWIGLU_ALPHA
 
 __all__ = ["GptOss", "GptOssConfig"]
 
-_HEADS = ("language_model", "sequence_classification", "token_classification", "none")
-
 
 def _yarn() -> dict[str, Any]:
     numbers = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -40,9 +38,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
     family: ClassVar[str] = "gpt_oss"
     default_window: ClassVar[int] = 128
     default_theta: ClassVar[float] = 150000.0
-    heads: ClassVar[dict[str, Head]] = {
-        name: head for name, head in llama_heads("GptOss").items() if name in _HEADS
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("GptOss", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = {
         **MixtralConfig.hf_names,
         "attn_bias": "attention_bias",

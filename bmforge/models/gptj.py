@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -107,6 +106,7 @@ class GPTJ(CausalLM):
 
     config_class = GPTJConfig
     family_traits = Traits("left", "next token", "rotary")
+    scales_residuals = True
     hf_prefix = "transformer."
 
     def __init__(self, config: GPTJConfig) -> None:
@@ -132,11 +132,6 @@ class GPTJ(CausalLM):
             config,
             DecoderSpec(block, rope=rope, embed_dropout=config.embed_dropout, head_bias=True),
         )
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 from bmforge.nn import BlockSpec
 
 __all__ = ["Granite", "GraniteConfig"]
@@ -40,10 +40,7 @@ class GraniteConfig(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "granite"
-    heads: ClassVar[dict[str, Head]] = {
-        "language_model": Head("GraniteForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        "none": Head("GraniteModel", prefix=""),
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("Granite", classifiers=())
     hf_names: ClassVar[dict[str, str]] = renamed(
         attn_bias="attention_bias",
         mlp_bias="mlp_bias",

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
 __all__ = ["InternLM3", "InternLM3Config"]
-
-
-def _internlm3_heads() -> dict[str, Head]:
-    """Return a dict from head name to head.
-
-    The heads are those of Llama; the InternLM3 architecture names are accepted as aliases.
-    """
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
-        for name, head in llama_heads("Llama", question_prefix="transformer.").items()
-    }
 
 
 @dataclass(kw_only=True)
@@ -33,7 +22,7 @@ class InternLM3Config(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "internlm3"
-    heads: ClassVar[dict[str, Head]] = _internlm3_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Llama", "transformer.", alias="InternLM3")
     hf_names: ClassVar[dict[str, str]] = renamed(
         head_dim="head_dim", attn_bias="attention_bias", mlp_bias="mlp_bias"
     )

@@ -7,6 +7,7 @@ head) and `weight_rules`.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -61,21 +62,32 @@ def renamed(**names: str) -> dict[str, str]:
 
 
 def llama_heads(
-    stem: str, sequence: str = "score", question_prefix: str | None = None
+    stem: str,
+    question_prefix: str | None = None,
+    classifiers: Collection[str] = ("sequence", "token", "question"),
+    alias: str = "",
 ) -> dict[str, Head]:
     """Return a dict from head name to head for Llama and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
-        sequence: module name of the sequence and token classifiers in checkpoints.
         question_prefix: prefix of the body's parameter names in question answering checkpoints.
+        classifiers: classification heads that transformers has for the family: "sequence",
+            "token", and "question" for question answering.
+        alias: class-name prefix of another architecture whose checkpoints these heads can load.
     """
-    heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
+    heads = classifier_heads(stem, "score", "score", "qa_outputs", sequence_bias=False)
     heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
-    return {
+    heads = {
         "language_model": Head(f"{stem}ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        **heads,
+        **{name: head for name, head in heads.items() if name.split("_")[0] in classifiers},
         "none": Head(f"{stem}Model", prefix=""),
+    }
+    if not alias:
+        return heads
+    return {
+        name: replace(head, aliases=(head.architecture.replace(stem, alias),))
+        for name, head in heads.items()
     }
 
 
@@ -175,6 +187,12 @@ class LlamaLikeConfig(RotaryConfig):
     def is_gated(self) -> bool:
         """True if the family's MLP has a gate."""
         return self.has_gate
+
+    def omit_head_dim(self, out: dict[str, Any]) -> dict[str, Any]:
+        """Remove head_dim from a config.json if it is hidden_size / num_heads and not in `raw`."""
+        if self.head_dim == self.hidden_size // self.num_heads and self.raw.get("head_dim") is None:
+            del out["head_dim"]
+        return out
 
     @classmethod
     def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

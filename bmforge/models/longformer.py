@@ -12,8 +12,9 @@ from torch import Tensor
 from bmforge.device import reads_are_free
 from bmforge.errors import ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
-from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
+from bmforge.models.encoder_config import EncoderConfig, encoder_size
 from bmforge.models.heads import Head
+from bmforge.models.roberta import roberta_heads
 from bmforge.models.stack import differing
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
@@ -35,16 +36,7 @@ class LongformerConfig(EncoderConfig):
 
     family: ClassVar[str] = "longformer"
     positions_skip_padding: ClassVar[bool] = True
-    heads: ClassVar[dict[str, Head]] = encoder_heads(
-        "Longformer",
-        {
-            "dense": "lm_head.dense",
-            "norm": "lm_head.layer_norm",
-            "decoder": "lm_head.decoder",
-            "bias": "lm_head.bias",
-        },
-        {"classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"},
-    )
+    heads: ClassVar[dict[str, Head]] = roberta_heads("Longformer")
     hf_names: ClassVar[dict[str, str]] = {
         **{k: v for k, v in EncoderConfig.hf_names.items() if k != "classifier_dropout"},
         "sep_token_id": "sep_token_id",

@@ -20,14 +20,6 @@ __all__ = ["Mistral", "MistralConfig"]
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def _mistral_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, with transformers' Mistral and Ministral classes."""
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
-        for name, head in llama_heads("Mistral").items()
-    }
-
-
 def _size(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
     return dict(zip(names, (hidden, intermediate, layers, heads), strict=True))
@@ -45,7 +37,7 @@ class MistralConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "mistral"
     model_types: ClassVar[tuple[str, ...]] = ("mistral", "ministral")
-    heads: ClassVar[dict[str, Head]] = _mistral_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Mistral", alias="Ministral")
     hf_names: ClassVar[dict[str, str]] = renamed(head_dim="head_dim", model_type="model_type")
     hf_defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 8}
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -21,15 +21,6 @@ __all__ = ["Qwen", "QwenConfig"]
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def _qwen_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, with transformers' Qwen2 and Qwen3 classes."""
-    heads = llama_heads("Qwen2", question_prefix="transformer.")
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
-        for name, head in heads.items()
-    }
-
-
 def _size(
     hidden: int, intermediate: int, layers: int, heads: int, kv: int, length: int
 ) -> dict[str, Any]:
@@ -63,7 +54,7 @@ class QwenConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "qwen2"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
-    heads: ClassVar[dict[str, Head]] = _qwen_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Qwen2", "transformer.", alias="Qwen3")
     hf_names: ClassVar[dict[str, str]] = renamed(
         model_type="model_type", head_dim="head_dim", attn_bias="attention_bias"
     )
