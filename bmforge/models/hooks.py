@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from bmforge.models.init import NoDrawing
+from bmforge.models.init import SkipInit
 from bmforge.surgery import match_glob
 
 __all__ = ["ModelHooks"]
@@ -38,7 +38,7 @@ class ModelHooks:
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
         """Build a config's model on the meta device, without adapters and other changes."""
-        with torch.device("meta"), NoDrawing():
+        with torch.device("meta"), SkipInit():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)
 

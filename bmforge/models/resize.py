@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.models.init import NoDrawing, init_tensor_
+from bmforge.models.init import SkipInit, init_tensor_
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.models.split import fill_split_
 from bmforge.models.stack import number_places_
@@ -61,7 +61,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
     _check(model, old, specs)
     for name, spec in specs.items():
         stack, _, number = name.rpartition(".")
-        with torch.device("meta"), NoDrawing():
+        with torch.device("meta"), SkipInit():
             new = Block(spec, int(number))
         _take_after_(new, old[name])
         model.get_submodule(stack)[number] = new
@@ -169,7 +169,7 @@ def _find(model: Any, name: str) -> Block:
         raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
     block: Block = model.get_submodule(name)
     tensors = persistent_tensors(block)
-    with torch.device("meta"), NoDrawing():
+    with torch.device("meta"), SkipInit():
         own = set(persistent_tensors(Block(block.spec, 0)))
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(

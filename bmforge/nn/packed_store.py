@@ -32,7 +32,7 @@ from bmforge.nn.products import (
     pack_weights,
     runs_here,
 )
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = ["MatrixStore", "PackedRows", "PackedStore"]
 
@@ -263,7 +263,7 @@ class MatrixStore(PackedStore):
         )
         matrix = PackedMatrix(*self._tensors())
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
-        is_seen = is_watched() or torch.autograd._profiler_enabled()
+        is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not runs_here(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)

@@ -28,7 +28,7 @@ from bmforge.nn.packed_store import MatrixStore, PackedRows, PackedStore
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
 from bmforge.nn.products import load_kernels, numbers_of, runs_here
 from bmforge.nn.shard_hooks import HeadRows
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = [
     "MatrixStore",
@@ -96,7 +96,7 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
     Raises:
         IndexError: an index is out of range (checked on the CPU, outside functorch transforms).
     """
-    if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
+    if type(index) is not Tensor or not index.is_cpu or is_tracing() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
     flat, kernels = index.long().flatten().contiguous(), load_kernels()
     picked: Tensor | None = None

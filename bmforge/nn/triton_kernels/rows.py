@@ -162,11 +162,11 @@ def rotate_and_store(
         tl.store(out + base + h, rotated, mask=h < H)
     else:
         base = (t * K + head - N) * H
-        place = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
+        slot = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
         rotated = rotate_head(key + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
-        tl.store(keys + place * H + h, rotated, mask=h < H)
+        tl.store(keys + slot * H + h, rotated, mask=h < H)
         copied = tl.load(value + base + h, mask=h < H)
-        tl.store(values + place * H + h, copied, mask=h < H)
+        tl.store(values + slot * H + h, copied, mask=h < H)
 
 
 @jit
