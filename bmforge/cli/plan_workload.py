@@ -66,7 +66,7 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
                 f"{', '.join(sorted(field_names))}).{suggest(key, field_names)}"
             )
         values[key] = _parse_value(text)
-    return family, config.with_implied().replace(**values)
+    return family, config.without_derived().replace(**values)
 
 
 def _parse_value(text: str) -> Any:

@@ -94,17 +94,17 @@ class BloomConfig(ModelConfig):
     def problems(self) -> Iterator[str]:
         """Yield a message for each inconsistency among the fields."""
         yield from super().problems()
-        yield from self.find_unlike(intermediate_size=4 * self.hidden_size)
+        yield from self.find_unsavable(intermediate_size=4 * self.hidden_size)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for former, name in _FORMER.items():
             value = raw.pop(former, None)
             if value is not None:
                 raw.setdefault(name, value)
         return {"max_seq_len": raw.pop("seq_length", None) or _DEFAULT_LENGTH}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         is_stated = "seq_length" in self.raw or self.max_seq_len != _DEFAULT_LENGTH
         return {"seq_length": self.max_seq_len} if is_stated else {}
 

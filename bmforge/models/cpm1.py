@@ -76,7 +76,7 @@ class CPM1Config(ModelConfig):
     def problems(self) -> Iterator[str]:
         """Yield a message for each inconsistency among the fields."""
         yield from super().problems()
-        yield from self.find_unlike(
+        yield from self.find_unsavable(
             intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
 

@@ -97,20 +97,20 @@ class CPMAntConfig(CPMLiveConfig):
             yield f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}"
         fixed = {"sum_scale": 1.0, "task_id": 2, "prompts_in_vocabulary": False, "mask_modules": ()}
         for name, value in fixed.items() if self.folded else ():
-            if getattr(self, name) != value:
-                yield f"{name} must be {value!r} in the format of transformers (folded=True)"
+            if (current := getattr(self, name)) != value:
+                yield f"{name}={current!r} must be {value!r} in transformers' format (folded=True)"
         if not self.folded and not self.tie_word_embeddings:
             yield "tie_word_embeddings=False exists only in the format of transformers"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         folded = raw.get("model_type") == "cpmant"
         if folded:
             for name, value in {"num_layers": 48, "num_heads": 32, "dim_head": 128}.items():
                 if not {name, *(t for t, live in HF_FIELDS.items() if live == name)} & set(raw):
                     raw[name] = value
             raw.pop("tie_word_embeddings", None)
-        values, others = super()._take_special(raw)
+        values, others = super()._read_special(raw)
         return {**values, "folded": folded, "tie_word_embeddings": not folded}, others
 
     def to_hf(self) -> dict[str, Any]:

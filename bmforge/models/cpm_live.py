@@ -145,7 +145,7 @@ class CPMLiveConfig(ModelConfig):
         return {"layers": [full_sizes.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for published, live in HF_FIELDS.items():
             if published in raw:
                 raw[live] = raw.pop(published)

@@ -185,16 +185,16 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
             yield "normalize_weights=True is not supported (allowed: False, as in transformers)"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         method = raw.pop("topk_method", None) or "greedy"
         if method == "greedy":
             raw |= {"n_group": 1, "topk_group": 1}
         elif method != "group_limited_greedy":
             raw["topk_method"] = method  # refused as an unknown field
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def _give_special(self) -> dict[str, Any]:
-        out = super()._give_special()
+    def _write_special(self) -> dict[str, Any]:
+        out = super()._write_special()
         del out["num_nextn_predict_layers"]
         if self.expert_groups > 1:
             return {**out, "topk_method": "group_limited_greedy"}

@@ -136,14 +136,14 @@ class EncoderConfig(ModelConfig):
         return (self.pad_token_id or 0) + 1 if self.positions_skip_padding else 0
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         pad = raw.get("pad_token_id", cls.pad_token_id)
         offset = (pad or 0) + 1 if cls.positions_skip_padding else 0
         # Transformers' default of the field.
         rows = raw.pop("max_position_embeddings", None) or 512
         return {"max_seq_len": rows - offset, "pad_token_id": pad}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"max_position_embeddings": self.max_seq_len + self.position_offset}
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:

@@ -76,8 +76,8 @@ class EVAConfig(Seq2SeqConfig):
     eos_token_id: int = 4
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         start = raw.get("decoder_start_token_id")
         if start is not None and start != raw.get("bos_token_id", start):
             raise ConfigError(

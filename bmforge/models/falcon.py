@@ -121,14 +121,14 @@ class FalconConfig(LlamaLikeConfig):
         return super().opens(raw) and not raw.get("alibi")
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         kv_heads, is_multi_query = raw.pop("num_kv_heads", None), raw.pop("multi_query", True)
         norms, is_new = (
             raw.pop("num_ln_in_parallel_attn", None),
             raw.get("new_decoder_architecture"),
         )
         heads = raw.get("num_attention_heads", cls.num_heads)
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         if is_new:
             values["num_kv_heads"] = heads if kv_heads is None else kv_heads
         else:
@@ -136,14 +136,14 @@ class FalconConfig(LlamaLikeConfig):
         values["parallel_norms"] = bool(is_new) and norms in (None, 2)
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         is_multi_query = self.num_kv_heads == 1
         if self.new_decoder_architecture:  # transformers does not read the field
             is_multi_query = self.raw.get("multi_query", True)
         norms = (2 if self.parallel_norms else 1) if self.new_decoder_architecture else None
         kv_heads = self.num_kv_heads if self.new_decoder_architecture else self.num_heads
         own = {"multi_query": is_multi_query, "num_ln_in_parallel_attn": norms}
-        return {**super()._give_special(), **own, "num_kv_heads": kv_heads, "alibi": False}
+        return {**super()._write_special(), **own, "num_kv_heads": kv_heads, "alibi": False}
 
 
 class Falcon(LlamaLike):

@@ -86,16 +86,16 @@ class GemmaConfig(LlamaLikeConfig):
     attn_bias: bool = False
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # The first configs name the exact GELU, but the model was trained with the tanh form.
         if raw.get("hidden_act") == "gelu":
             raw["hidden_act"] = "gelu_pytorch_tanh"
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each inconsistency among the fields."""
         yield from super().problems()
-        if self.activation == "gelu":  # config.json cannot state it; see `_take_special`
+        if self.activation == "gelu":  # config.json cannot state it; see `_read_special`
             yield (
                 "activation='gelu' is not supported (use 'gelu_pytorch_tanh', which Gemma was "
                 "trained with)"
@@ -141,14 +141,14 @@ class Gemma2Config(LayerTypesConfig):
     logit_softcap: float | None = 30.0
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         caps = {own: raw.pop(name, getattr(cls, own)) for own, name in _CAPS.items()}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, **caps}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         caps = {name: getattr(self, own) for own, name in _CAPS.items()}
-        return {**super()._give_special(), **caps}
+        return {**super()._write_special(), **caps}
 
 
 # In these fields null is a valid value, which means no cap.

@@ -129,7 +129,7 @@ class GLMConfig(ModelConfig):
     def problems(self) -> Iterator[str]:
         """Yield a message for each inconsistency among the fields."""
         yield from super().problems()
-        yield from self.find_unlike(
+        yield from self.find_unsavable(
             intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
         if (self.sop_token_id is None) != (self.mask_token_id is None):
@@ -152,11 +152,11 @@ class GLMConfig(ModelConfig):
         return super().from_hf(raw, allow_unknown)
 
     @classmethod
-    def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
         is_bare = raw.get("architectures") == ["GLMModel"] and not raw.get("output_predict")
-        return super()._take_head(raw) | ({"head": "none"} if is_bare else {})
+        return super()._read_head(raw) | ({"head": "none"} if is_bare else {})
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"block_position_encoding": True, "output_predict": self.head == "language_model"}
 
 
@@ -250,7 +250,8 @@ class GLM(CausalLM):
             count = attention_mask.numel()
             if count not in (1, batch_size):
                 raise ShapeError(
-                    f"attention_mask has {count} lengths, but the batch has {batch_size} sequences."
+                    f"attention_mask has {count} lengths, but the batch has {batch_size} sequences. "
+                    "Pass one length per sequence."
                 )
             prefix, attention_mask = attention_mask.reshape(-1).expand(batch_size), None
         elif self.config.sop_token_id is not None and not past:

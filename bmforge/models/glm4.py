@@ -86,8 +86,8 @@ class GLM4Config(PartialRotaryConfig):
         """Return True for a config.json of GLM-4; GLM-10B's has the same model_type."""
         return super().opens(raw) and not is_glm10b(raw)
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "glm":
             out["architectures"] = [n.replace("Glm4", "Glm") for n in out["architectures"]]
         return out

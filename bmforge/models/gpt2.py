@@ -104,7 +104,7 @@ class GPT2Config(ModelConfig):
     bias: bool = True
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
         values: dict[str, Any] = {
             name: raw.pop(name) for name in ("head_dim", "bias") if name in raw
@@ -114,10 +114,10 @@ class GPT2Config(ModelConfig):
         return values, raw
 
     def saves_head_dim(self) -> bool:
-        """Return True: `_give_special` saves a head_dim other than hidden_size / num_heads."""
+        """Return True: `_write_special` saves a head_dim other than hidden_size / num_heads."""
         return True
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
         is_usual = self.num_heads * self.head_dim == self.hidden_size

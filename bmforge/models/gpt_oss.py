@@ -95,20 +95,20 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
         return (spec,) * self.num_layers
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if "experts_per_token" in raw:  # another name of num_experts_per_tok
             raw.setdefault("num_experts_per_tok", raw["experts_per_token"])
             del raw["experts_per_token"]
         is_scaled = raw.get("rope_parameters") or raw.get("rope_scaling")
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return values if is_scaled else {**values, "rope_scaling": _yarn()}, raw
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         return {}  # `LayerTypesConfig` reads the window fields
 
-    def _give_special(self) -> dict[str, Any]:
-        out = super()._give_special()
+    def _write_special(self) -> dict[str, Any]:
+        out = super()._write_special()
         # If the field is absent, transformers uses the YaRN scaling of the published checkpoints.
         return out if self.rope_scaling else {**out, "rope_scaling": {"rope_type": "default"}}
 

@@ -95,7 +95,7 @@ class GPTJConfig(ModelConfig):
                 f"head_dim={self.head_dim}"
             )
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
         return {"n_inner": None if keep_none else self.intermediate_size}

@@ -84,7 +84,7 @@ class GraniteConfig(LlamaLikeConfig):
         """Yield a message for each inconsistency among the fields."""
         yield from super().problems()
         if not self.logit_divisor:
-            yield "logit_divisor must not be 0"
+            yield f"logit_divisor={self.logit_divisor} must not be 0"
 
 
 class Granite(LlamaLike):

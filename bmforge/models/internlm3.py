@@ -53,11 +53,11 @@ class InternLM3Config(LlamaLikeConfig):
             yield f"attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be equal"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for published, own in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")):
             if published in raw:  # fields of the remote code
                 raw[own] = raw.pop(published)
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 class InternLM3(LlamaLike):

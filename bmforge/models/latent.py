@@ -103,16 +103,16 @@ class LatentConfig(LlamaLikeConfig):
         return replace(super().layer_sizes(), latent=self.latent_spec())
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # transformers writes rope_dim as head_dim, and plain_dim + rope_dim as qk_head_dim.
         for name in ("head_dim", "qk_head_dim"):
             raw.pop(name, None)
         rank = {"q_rank": raw.pop("q_lora_rank") or 0} if "q_lora_rank" in raw else {}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, **rank}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "q_lora_rank": self.q_rank or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "q_lora_rank": self.q_rank or None}
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, without the head dims that transformers derives."""

@@ -57,8 +57,8 @@ class LayerTypesConfig(LlamaLikeConfig):
         return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window = raw.pop("sliding_window", cls.default_window) or 0
         period = raw.pop("sliding_window_pattern", None) or cls.full_every
         raw.pop("_sliding_window_pattern", None)
@@ -67,10 +67,10 @@ class LayerTypesConfig(LlamaLikeConfig):
         is_usual = kinds == cls._usual_types(layers, cls.full_every)
         return {**values, "window": window, "layer_types": [] if is_usual else kinds}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.sliding_layers)
         kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
-        return {**super()._give_special(), "sliding_window": self.window, "layer_types": kinds}
+        return {**super()._write_special(), "sliding_window": self.window, "layer_types": kinds}
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class LocalRotaryConfig(LayerTypesConfig):
         return RopeSpec(self.head_dim, self.local_rope_theta, max_seq_len=self.max_seq_len)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         theta = raw.pop("rope_local_base_freq", None) or cls.default_local_theta
         tables = raw.get("rope_parameters") or {}
         if _FULL in tables or _SLIDING in tables:
@@ -104,7 +104,7 @@ class LocalRotaryConfig(LayerTypesConfig):
                     "supported (supported: rope_type 'default' with rope_theta)."
                 )
             raw["rope_parameters"] = tables.get(_FULL)
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "local_rope_theta": float(theta)}, raw
 
     def to_hf(self) -> dict[str, Any]:

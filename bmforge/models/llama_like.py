@@ -195,11 +195,11 @@ class LlamaLikeConfig(RotaryConfig):
         return out
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         stated = {**raw, **(raw.get("rope_parameters") or raw.get("rope_scaling") or {})}
         if stated.get("rope_theta") is None:
             raw["rope_theta"] = cls.default_theta
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 @dataclass(kw_only=True)
@@ -221,7 +221,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
         return super().rope_spec(rotary_dim, interleaved)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         part = raw.pop("partial_rotary_factor", None)
         for name in ("rope_parameters", "rope_scaling"):
             fields = dict(raw.get(name) or {})
@@ -229,11 +229,11 @@ class PartialRotaryConfig(LlamaLikeConfig):
             part = part if inner is None else inner
             if name in raw:
                 raw[name] = fields or None
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "rotary_part": cls.default_part if part is None else part}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        out, part = super()._give_special(), {"partial_rotary_factor": self.rotary_part}
+    def _write_special(self) -> dict[str, Any]:
+        out, part = super()._write_special(), {"partial_rotary_factor": self.rotary_part}
         if not self.raw.get("rope_parameters"):
             return {**out, **part}
         # transformers 5 stores it with the other rotary parameters.

@@ -97,14 +97,14 @@ class LongformerConfig(EncoderConfig):
             )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         window = raw.pop("attention_window", 512)
-        values, others = super()._take_special(raw)
+        values, others = super()._read_special(raw)
         values["windows"] = tuple(window) if isinstance(window, list) else (window,)
         return values, others
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "attention_window": list(self.windows)}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "attention_window": list(self.windows)}
 
 
 class Longformer(EncoderModel):

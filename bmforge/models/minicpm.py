@@ -149,11 +149,11 @@ class MiniCPMConfig(LlamaLikeConfig):
         return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         scaling = raw.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("type") == "su":  # former name of longrope
             raw["rope_scaling"] = {**scaling, "type": "longrope"}
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 class MiniCPM(LlamaLike):

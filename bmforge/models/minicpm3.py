@@ -74,7 +74,7 @@ class MiniCPM3Config(LatentConfig):
         return False
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         sizes = {"hidden_size": cls.hidden_size, "num_attention_heads": cls.num_heads}
         width, heads = (raw.get(name) or size for name, size in sizes.items())
         if raw.get("v_head_dim") is None:
@@ -84,7 +84,7 @@ class MiniCPM3Config(LatentConfig):
             raw["scale_depth"] = math.sqrt(raw.get("num_hidden_layers", cls.num_layers))
         if "dim_model_base" in raw and raw["dim_model_base"] is None:
             raw["dim_model_base"] = width
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 class MiniCPM3(MiniCPM, Latent):

@@ -90,8 +90,8 @@ class MistralConfig(LlamaLikeConfig):
             yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window, kinds = raw.pop("sliding_window", 4096) or 0, raw.pop("layer_types", None)
         if kinds is None:
             return {**values, "window": window}, raw
@@ -108,15 +108,15 @@ class MistralConfig(LlamaLikeConfig):
         values |= {"window": window if slides else 0, "window_layers": slides if is_mixed else []}
         return values, raw
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "ministral":
             names = [n.replace("Mistral", "Ministral") for n in out["architectures"]]
             out["architectures"] = names
         return out
 
-    def _give_special(self) -> dict[str, Any]:
-        out = {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        out = {**super()._write_special(), "sliding_window": self.window or None}
         if self.model_type == "ministral":
             slides = set(self.window_layers or range(self.num_layers)) if self.window else set()
             out["layer_types"] = [

@@ -116,17 +116,17 @@ class MixtralConfig(LlamaLikeConfig):
         return {"layers": [replace(full_sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
-        return {**values, **cls._take_windows(raw)}, raw
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
+        return {**values, **cls._read_windows(raw)}, raw
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Remove the window fields from `raw` and return their values."""
         return {"window": raw.pop("sliding_window", None) or 0}
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, without head_dim if it is hidden_size / num_heads."""

@@ -152,7 +152,7 @@ class ModernBertConfig(EncoderConfig):
                 f"layer_types={self.kinds} must have one entry, {_LOCAL!r} or {_GLOBAL!r}, for "
                 f"each of num_layers={self.num_layers} layers"
             )
-        yield from self.find_unlike(attn_dropout=0.0, num_segments=1)
+        yield from self.find_unsavable(attn_dropout=0.0, num_segments=1)
         if self.local_attention < 2:
             yield f"local_attention={self.local_attention} must be at least 2"
         if self.classifier_pooling not in ("cls", "mean"):
@@ -167,7 +167,7 @@ class ModernBertConfig(EncoderConfig):
         return all(table.get("rope_type", "default") == "default" for table in tables if table)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         tables = raw.pop("rope_parameters", None) or {}
         former = {_GLOBAL: raw.pop("global_rope_theta", None) or cls.rope_theta}
         former[_LOCAL] = raw.pop("local_rope_theta", None) or cls.local_rope_theta
@@ -180,7 +180,7 @@ class ModernBertConfig(EncoderConfig):
         values["layer_types"] = [] if kinds == _usual_kinds(layers, 3) else kinds
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         thetas = {_GLOBAL: self.rope_theta, _LOCAL: self.local_rope_theta}
         former = {"global_rope_theta": self.rope_theta, "local_rope_theta": self.local_rope_theta}
         return {

@@ -113,14 +113,14 @@ class OPTConfig(ModelConfig):
             yield f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         size = raw.pop("word_embed_proj_dim", None)
         values: dict[str, Any] = {"embed_size": 0 if size == raw.get("hidden_size") else size or 0}
         if "pad_token_id" in raw:
             values["pad_token_id"] = raw.pop("pad_token_id")  # null means no padding token
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:

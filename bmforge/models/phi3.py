@@ -76,18 +76,18 @@ class Phi3Config(PartialRotaryConfig):
         return self.original_seq_len
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("rope_parameters", "rope_scaling"):
             scaling = raw.get(name) or {}
             # Former names of longrope in published configs.
             kinds = {scaling.get(key) for key in ("type", "rope_type")}
             if kinds & {"su", "yarn"}:
                 raw[name] = {**scaling, "rope_type": "longrope", "type": "longrope"}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
 
 class Phi3(LlamaLike):

@@ -106,8 +106,8 @@ class QwenConfig(LlamaLikeConfig):
             yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window = raw.pop("sliding_window", 4096)
         window = window if raw.pop("use_sliding_window", False) else None
         first, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
@@ -127,17 +127,17 @@ class QwenConfig(LlamaLikeConfig):
             values["head_dim"] = 128  # transformers' default
         return values, raw
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "qwen3":
             out["architectures"] = [n.replace("Qwen2", "Qwen3") for n in out["architectures"]]
         return out
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.window_layers)
         window = {"sliding_window": self.window} if slides else {}
         return {
-            **super()._give_special(),
+            **super()._write_special(),
             **window,
             "use_sliding_window": bool(slides),
             "layer_types": [_SLIDING if i in slides else _FULL for i in range(self.num_layers)],

@@ -113,19 +113,19 @@ class Qwen3MoeConfig(MixtralConfig):
         )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # transformers 5 writes Mixtral's field name; published configs have num_experts.
         if "num_local_experts" in raw:
             raw.setdefault("num_experts", raw.pop("num_local_experts"))
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         use, window = raw.pop("use_sliding_window", False), raw.pop("sliding_window", 4096)
         return {"window": (window or 0) if use else 0}
 
-    def _give_special(self) -> dict[str, Any]:
-        fields = {**super()._give_special(), "use_sliding_window": self.window > 0}
+    def _write_special(self) -> dict[str, Any]:
+        fields = {**super()._write_special(), "use_sliding_window": self.window > 0}
         if not self.window:
             fields["sliding_window"] = self.raw.get("sliding_window")
         return fields
@@ -194,18 +194,18 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
         return tuple(self.window if i in slides else None for i in range(self.num_layers))
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        window = super()._take_windows(raw)["window"]
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        window = super()._read_windows(raw)["window"]
         last, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
         count = raw.get("num_hidden_layers", cls.num_layers)
         kinds = kinds or [_FULL if i % 2 or i >= last else _SLIDING for i in range(count)]
         slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
         return {"window": window, "window_layers": slides} if window and slides else {}
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.window_layers)
         kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
-        return {**super()._give_special(), "layer_types": kinds}
+        return {**super()._write_special(), "layer_types": kinds}
 
 
 class Qwen3Moe(Mixtral):

@@ -103,7 +103,7 @@ class Seq2SeqConfig(EncoderDecoderConfig):
         """Always True: the MLP has a gate."""
         return True
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "num_decoder_layers": self.num_layers,
             "tie_word_embeddings": False,
@@ -114,7 +114,7 @@ class Seq2SeqConfig(EncoderDecoderConfig):
         return fields
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"max_seq_len": raw.get("max_position_embeddings") or 512}, raw
 
 

@@ -122,13 +122,13 @@ class SharedExpertsConfig(LlamaLikeConfig):
         return {"layers": [replace(sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         raw.setdefault("n_routed_experts", raw.pop("num_local_experts", None))
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         # Multi-token prediction modules are neither loaded nor written.
-        return {**super()._give_special(), "num_nextn_predict_layers": 0}
+        return {**super()._write_special(), "num_nextn_predict_layers": 0}
 
 
 class SharedExperts(LlamaLike):

@@ -77,17 +77,17 @@ class SmolLM3Config(LlamaLikeConfig):
         return [int((layer + 1) % period != 0) for layer in range(num_layers)]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         layers = raw.get("num_hidden_layers", cls.num_layers)
         usual = cls._usual_flags(layers, raw.get("no_rope_layer_interval") or cls.unrotated_every)
         flags = [int(flag) for flag in raw.pop("no_rope_layers", None) or usual]
         return {**values, "rotated_layers": [] if flags == usual else flags}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         flags = [int(layer not in self.unrotated) for layer in range(self.num_layers)]
         kinds = ["full_attention"] * self.num_layers
-        return {**super()._give_special(), "no_rope_layers": flags, "layer_types": kinds}
+        return {**super()._write_special(), "no_rope_layers": flags, "layer_types": kinds}
 
 
 class SmolLM3(LlamaLike):

@@ -76,12 +76,12 @@ class Starcoder2Config(LlamaLikeConfig):
     window: int = 4096
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
 
 class Starcoder2(LlamaLike):

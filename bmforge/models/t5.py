@@ -203,7 +203,7 @@ class T5Config(EncoderDecoderConfig):
         return "gelu_new" if self.feed_forward == "gated-gelu" else self.feed_forward.split("-")[-1]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         kind = raw.get("model_type") or "t5"
         if kind == "mt5":
             raw = {**_MT5_DEFAULTS, **{n: v for n, v in raw.items() if v is not None}}
@@ -224,7 +224,7 @@ class T5Config(EncoderDecoderConfig):
         """Return the fields of config.json that follow from feed_forward_proj."""
         return {"dense_act_fn": self.activation, "is_gated_act": self.is_gated}
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         fields = {
             **self._implied(),
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -236,8 +236,8 @@ class T5Config(EncoderDecoderConfig):
             fields["n_positions"] = self.max_seq_len
         return fields
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "mt5":
             out["architectures"] = [f"M{n}" if n[0] == "T" else n for n in out["architectures"]]
         return out

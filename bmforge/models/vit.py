@@ -138,7 +138,7 @@ class ViTConfig(ModelConfig):
             )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in _SQUARES:
             value = raw.get(name)
             if isinstance(value, list | tuple):
@@ -150,7 +150,7 @@ class ViTConfig(ModelConfig):
         pooling = raw.pop("add_pooling_layer", None)
         return ({} if pooling is None else {"add_pooling_layer": pooling}), raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         pairs = {name: [getattr(self, name)] * 2 for name in _SQUARES}
         out: dict[str, Any] = {n: pair for n, pair in pairs.items() if self.raw.get(n) == pair}
         if not self.add_pooling_layer or "add_pooling_layer" in self.raw:

@@ -133,7 +133,8 @@ def mix_values(
     if prefix is not None:
         key, value, mask, bias = prepend_prefix(prefix, query, key, value, mask, bias, causal)
         causal = False
-    if bias is not None and bias.shape[-1] > key.shape[2]:  # columns of other layers' prefixes
+    if bias is not None and bias.shape[-1] > key.shape[2]:
+        # The first columns are for the prefixes of other layers, which share the bias.
         bias = bias[..., -key.shape[2] :]
     if slopes is not None:
         if causal and mask is None and query.shape[2] > 1:

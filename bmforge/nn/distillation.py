@@ -108,7 +108,7 @@ class _LinearDistillation(TiledLoss):
                 continue
             for first, size in split_chunks(columns, tiling.columns):
                 both = student_logits, teacher_logits
-                tile, teacher_tile = (logits.again(tokens, first, size) for logits in both)
+                tile, teacher_tile = (logits.reload(tokens, first, size) for logits in both)
                 is_exponential = [logits.keeps_exponentials for logits in both]
                 pair.differentiate_(tile, teacher_tile, first, is_exponential)
                 head.collect_(

@@ -137,7 +137,7 @@ class _LinearCrossEntropy(TiledLoss):
             if not head.needs_gradients:
                 continue
             for first, size in split_chunks(columns, tiling.columns):
-                tile = logits.again(tokens, first, size)
+                tile = logits.reload(tokens, first, size)
                 softmax.differentiate_(tile, first, is_exponential=logits.keeps_exponentials)
                 head.collect_(logits.narrow(tile, scale), tokens, slice(first, first + size))
             head.finish_tokens_(tokens)

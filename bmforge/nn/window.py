@@ -76,7 +76,7 @@ class WindowAttention(Attention):
         if not (rope is None and cache is None and bias is None and memory is None):
             raise ConfigError(
                 "attention with global tokens does not support RoPE, a KV cache, a bias or "
-                "cross-attention."
+                "cross-attention. Leave rope, cache, bias and memory out."
             )
         x = self.enter(x)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -126,8 +126,8 @@ class TritonKernels:
             *arguments, values.view(torch.int8 if tile.kind == "tiles" else torch.int32),
             value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors),
             tile.kind, columns, tile.tokens, spec.bits, group, is_plain, has_bias,
-            arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.turn, tile.panels,
-            num_warps=tile.warps, **_EXACT,
+            arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.per_iteration,
+            tile.panels, num_warps=tile.warps, **_EXACT,
         )  # fmt: skip
         return outs
 
