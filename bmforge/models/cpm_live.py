@@ -20,7 +20,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
-from bmforge.models.heads import check_places, pick_states
+from bmforge.models.heads import check_logits_at, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.sizes import LayerSizes
 from bmforge.models.stack import differing, run_layers, span_of, width_into
@@ -285,7 +285,7 @@ class CPMLive(CausalLM):
             extension: additional rows of the head, (E, D), which use unscaled hidden states.
             logits_at: positions, per sequence, whose logits are returned; None for all.
         """
-        check_places(self.config.head, labels, logits_at)
+        check_logits_at(self.config.head, labels, logits_at)
         if not self.is_done:
             return ModelOutput(carry=(x,))
         if self.config.head == "none":

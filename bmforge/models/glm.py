@@ -250,8 +250,8 @@ class GLM(CausalLM):
             count = attention_mask.numel()
             if count not in (1, batch_size):
                 raise ShapeError(
-                    f"attention_mask has {count} lengths, but the batch has {batch_size} sequences. "
-                    "Pass one length per sequence."
+                    f"attention_mask has {count} lengths, but the batch has {batch_size} "
+                    "sequences. Pass one length per sequence."
                 )
             prefix, attention_mask = attention_mask.reshape(-1).expand(batch_size), None
         elif self.config.sop_token_id is not None and not past:

@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.models.init import SkipInit, init_tensor_
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.models.split import fill_split_
-from bmforge.models.stack import number_places_
+from bmforge.models.stack import assign_cache_indices_
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
 from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
@@ -66,7 +66,7 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
         _take_after_(new, old[name])
         model.get_submodule(stack)[number] = new
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        number_places_(model.get_submodule(stack))
+        assign_cache_indices_(model.get_submodule(stack))
         blocks = dict(getattr(model.spec, _FIELDS[stack]))
         for number, block in model.get_submodule(stack).named_children():
             if f"{stack}.{number}" in specs:

@@ -14,7 +14,7 @@ from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
-from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
+from bmforge.models.heads import check_logits_at, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Seq2SeqStack
@@ -133,7 +133,7 @@ class Seq2Seq(Model):
                 vocabulary.
         """
         head, source = self.config.head, encoder_outputs
-        check_places(head, labels, logits_at)
+        check_logits_at(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
             raise ShapeError(
                 "the encoder has no input. Pass input_ids, inputs_embeds or encoder_outputs."

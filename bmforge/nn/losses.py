@@ -124,7 +124,8 @@ class _LinearCrossEntropy(TiledLoss):
             total = run_device_loss(kernels, head, labels, scale, columns, chunks)
             TiledLoss.keep_(ctx, head, scale, inputs)
             return total * scale
-        if softcap is not None:  # a slope belongs to the tile that was computed last
+        if softcap is not None:
+            # The derivative of the cap is stored for one tile only, so every tile is recomputed.
             tiling = tiling._replace(keeps=False)
         logits = TiledLogits(head, tiling, softcap)
         total = torch.zeros_like(scale)

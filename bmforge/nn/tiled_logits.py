@@ -139,7 +139,7 @@ class TiledLogits:
 
     Args:
         head: the head's inputs.
-        tiling: sizes of the tiles; with a cap no tiles are stored.
+        tiling: sizes of the tiles; with a cap, `keeps` must be False.
         softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Attributes:

@@ -65,10 +65,7 @@ class WindowAttention(Attention):
         Args:
             x: hidden states.
             mask: result of `build_window_mask`.
-            rope: must be None: windowed encoders have no rotary positions.
-            cache: must be None.
-            bias: must be None.
-            memory: must be None.
+            rope, cache, bias, memory: must be None.
 
         Raises:
             ConfigError: rope, cache, bias or memory is not None.

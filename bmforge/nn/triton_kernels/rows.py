@@ -151,8 +151,8 @@ def rotate_and_store(
 ):  # fmt: skip
     """Rotate queries (T, N, H) like `rotate_heads`; write rotated keys and values to a KV cache.
 
-    The keys, values and places are those of `store_heads`. A program computes one head of queries,
-    or one of keys and values, of one token.
+    For keys and values see `store_heads`. A program computes one head of queries, or one of keys
+    and values, of one token.
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, BH)
