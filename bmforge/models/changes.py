@@ -151,14 +151,16 @@ def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if tensor_notes(module)}
 
 
-def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Freeze all parameters except those of adapters and those named in `but`; return the model.
+def freeze_base_(model: nn.Module, trained_names: Collection[str] = ()) -> nn.Module:
+    """Freeze all parameters except those of adapters and of `trained_names`; return the model.
 
     Args:
         model: model to freeze.
-        but: names of further parameters to train, such as those of a new head.
+        trained_names: names of further parameters to train, such as those of a new head.
     """
-    trained = {id(parameter) for name, parameter in model.named_parameters() if name in but}
+    trained = {
+        id(parameter) for name, parameter in model.named_parameters() if name in trained_names
+    }
     trained |= {
         id(parameter)
         for part in changed_modules(model).values()

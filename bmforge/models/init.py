@@ -16,15 +16,15 @@ from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
 __all__ = [
-    "NoDrawing",
+    "SkipInit",
     "init_tensor_",
     "init_weights_",
     "materialize_",
-    "weight_drawer",
+    "weight_initializer",
 ]
 
 
-class NoDrawing(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Mode in which modules are built without initializing their weights.
 
     On the meta device, initialization has no effect, but it makes torch import its compiler, which
@@ -102,7 +102,7 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
     return model
 
 
-def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
+def weight_initializer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
     """Return a function (name, target) that initializes a tensor as `init_weights_` does."""
     return lambda name, target: init_tensor_(model, target, name, seed)
 

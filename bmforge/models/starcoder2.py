@@ -14,13 +14,6 @@ from bmforge.nn import BlockSpec, NormSpec
 __all__ = ["Starcoder2", "Starcoder2Config"]
 
 
-def _starcoder2_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, for the heads that transformers has for StarCoder2."""
-    heads = llama_heads("Starcoder2")
-    del heads["question_answering"]
-    return heads
-
-
 @dataclass(kw_only=True)
 class Starcoder2Config(LlamaLikeConfig):
     """Config of StarCoder2; other fields are those of the base class.
@@ -34,7 +27,7 @@ class Starcoder2Config(LlamaLikeConfig):
 
     family: ClassVar[str] = "starcoder2"
     has_gate: ClassVar[bool] = False
-    heads: ClassVar[dict[str, Head]] = _starcoder2_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Starcoder2", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = renamed(
         norm_eps="norm_epsilon",
         bias="use_bias",
@@ -83,12 +76,12 @@ class Starcoder2Config(LlamaLikeConfig):
     window: int = 4096
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
 
 class Starcoder2(LlamaLike):

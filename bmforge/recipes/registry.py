@@ -331,7 +331,7 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
     values = read_config_values(file)
     if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
         return config_from_dict(recipe.config, values) if values else load_toml(recipe.config, file)
-    usual = config_to_dict(recipe.config().model.with_implied())
+    usual = config_to_dict(recipe.config().model.without_derived())
     return config_from_dict(recipe.config, {**values, "model": {**usual, **values["model"]}})
 
 

@@ -221,7 +221,7 @@ def settle_model(config: Any) -> Any:
         )
     own = _read_sizes(family_of(model), directory)
     # Derived fields are recomputed from the changed ones.
-    sizes = own.with_implied().replace(**{name: getattr(model, name) for name in _given(config)})
+    sizes = own.without_derived().replace(**{name: getattr(model, name) for name in _given(config)})
     changed = [f.name for f in dataclasses.fields(own) if f.compare]
     changed = [name for name in changed if getattr(sizes, name) != getattr(own, name)]
     # config.json is read again when the model is built: TOML cannot store its nulls.

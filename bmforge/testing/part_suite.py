@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.nn.part import BesidePart, Derived, tensor_notes
+from bmforge.nn.part import AdapterModule, Derived, tensor_notes
 from bmforge.nn.random_init import draw_tensor_
 from bmforge.parallel.tensor.cuts import CUT_DIMS
 
@@ -18,7 +18,7 @@ def check_part(part: nn.Module) -> None:
     """Raise `AssertionError` unless every tensor of an adapter has a valid `nn.TensorNote`.
 
     Args:
-        part: unsharded adapter (`nn.part.BesidePart`) or replacement layer, not on the meta device.
+        part: unsharded `nn.part.AdapterModule` or replacement layer, not on the meta device.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))
@@ -26,7 +26,7 @@ def check_part(part: nn.Module) -> None:
     saved = {n for n in own if n not in part._non_persistent_buffers_set}
     plain = saved - set(notes)
     assert set(notes) <= saved, f"notes refer to missing tensors: {set(notes) - saved}"
-    if isinstance(part, BesidePart):
+    if isinstance(part, AdapterModule):
         assert not plain, f"tensors have no notes: {plain}"
         unknown = part.cut_styles - set(CUT_DIMS) - {""}
         assert not unknown, f"unknown sharding styles: {unknown}"

@@ -129,7 +129,7 @@ def _apply_(gate: Any, kind: str, block: Block) -> None:
             scale_input_(owner.down_proj, gate)
         for name in ("q_proj", "q_global_proj") if kind == "dims" else ():
             if hasattr(owner, name):
-                scale_output_(getattr(owner, name), partial(gate, asks=True))
+                scale_output_(getattr(owner, name), partial(gate, for_queries=True))
 
 
 def detach_gates_(model: nn.Module) -> None:

@@ -177,7 +177,7 @@ def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
     own = {
         name: values.get(name, getattr(config, name))
         for name in ("head_dim", "intermediate_size")
-        if name not in config.hf_names and (says_own or config.says(name))
+        if name not in config.hf_names and (says_own or config.states_size(name))
     }
     return config.replace(**values, raw={**config.raw, **own})
 

@@ -25,7 +25,7 @@ from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
 from bmforge.nn.products import load_kernels
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = ["NativeStep", "load_step"]
 
@@ -244,7 +244,7 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 def _may_run(x: Tensor) -> bool:
     """Return True if `x` is a CPU tensor without gradients, tracing, hooks and autocast."""
-    if torch.is_grad_enabled() or is_watched():
+    if torch.is_grad_enabled() or is_tracing():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS
     hooked = any(hooks for hooks in _GLOBAL_HOOKS)

@@ -28,7 +28,7 @@ from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.adapter_selection import run_with_selection
 from bmforge.nn.host_rows import FEWEST_VALUES
 from bmforge.nn.norm import RMSNorm
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
@@ -271,7 +271,7 @@ def _norm_rows(model: Any) -> int:
     if model.spec.embed_size or type(norm) not in (RMSNorm, torch.nn.LayerNorm):
         return 1
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or wrappers_of(norm)
-    if has_hooks or any(True for _ in beside_parts(norm)):
+    if has_hooks or any(True for _ in adapters_of(norm)):
         return 1
     return max(1, (FEWEST_VALUES - 1) // model.config.hidden_size)
 
@@ -282,7 +282,7 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
     Shape:
         x: (M, D) -> (M, V)
     """
-    if any(True for _ in beside_parts(head)) or head.vocab is not None or head._forward_hooks:
+    if any(True for _ in adapters_of(head)) or head.vocab is not None or head._forward_hooks:
         return torch.cat([head(state[None]) for state in x])
     if type(head) is QuantizedHead:
         return torch.cat([head(some) for some in x.split(_FEW_TOKENS)])

@@ -27,7 +27,7 @@ from bmforge.models.transformers.calls import (
 from bmforge.models.transformers.probe import Behavior
 from bmforge.models.transformers.structure import Structure
 from bmforge.nn import HeadInput, Measure, linear_cross_entropy
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 
 __all__ = ["LanguageLoss", "head_loss", "is_seq2seq"]
 
@@ -80,7 +80,7 @@ class LanguageLoss:
         """Return True if the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         is_whole = type(_local(head.weight)) in (nn.Parameter, Tensor)
-        return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
+        return type(head) is nn.Linear and is_whole and not list(adapters_of(head))
 
     def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
         """Return the scores of a `Measure` for every token, without a load-balancing loss.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.low_rank import settle_low_rank_
-from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
+from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import draw_tensor_
 from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
@@ -297,7 +297,7 @@ class AttachedDelta:
             return self
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
+            if isinstance(part, AdapterModule):
                 detach_part_(module, slot)
             else:
                 setattr(module, slot, None)
@@ -320,7 +320,7 @@ class AttachedDelta:
             raise ConfigError(f"{taken[0]} has another adapter {self.name!r}. Detach it first.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
+            if isinstance(part, AdapterModule):
                 attach_part_(module, slot, part)
                 self._restore_order_(module)
             else:
@@ -333,7 +333,7 @@ class AttachedDelta:
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):
-                if isinstance(module._modules.get(slot), BesidePart):
+                if isinstance(module._modules.get(slot), AdapterModule):
                     module._modules[slot] = module._modules.pop(slot)
 
     def remove(self) -> None:
