@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bmforge.infer import generate
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.streaming import stream_blocks_
@@ -18,7 +17,7 @@ from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.models.changes import freeze_base_
 from bmforge.parallel import Layout
 from bmforge.surgery import find_modules, persistent_tensors
-from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import (
     change_everything,
@@ -37,26 +36,17 @@ from bmforge.testing.changed_models import (
 )
 from bmforge.testing.layouts import check_suite, train_and_save
 from bmforge.testing.pool import run_distributed
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["ChangedSuite"]
 
 
-class ChangedSuite:
+class ChangedSuite(SuiteBase):
     """Tests of models with adapters, pruning or quantization in `config.changes`.
 
     `FamilySuite` inherits this class.
     """
-
-    model_class: ClassVar[type[Model]]
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
@@ -171,12 +161,6 @@ class ChangedSuite:
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         assert_close(run_step_of(compiled, batch, model), want)
         torch.compiler.reset()
-
-    def write_text(self, model: Any) -> Tensor | None:
-        """Return greedily generated ids; None for a family that does not generate."""
-        if not model.traits.writes:
-            return None
-        return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
 
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:

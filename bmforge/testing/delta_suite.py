@@ -19,6 +19,7 @@ from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import run_step_of, widen
 from bmforge.testing.layouts import check_suite
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (
     IA3,
@@ -63,23 +64,14 @@ def put_all_deltas_(model: Any) -> None:
         Prefix(model, name="prefix", length=3, inner=4)
 
 
-class DeltaSuite:
+class DeltaSuite(SuiteBase):
     """Tests of adapters; `FamilySuite` inherits this.
 
     Attributes:
         takes_prompts: True if the model's inputs allow a soft prompt.
     """
 
-    model_class: ClassVar[type[Model]]
     takes_prompts: ClassVar[bool] = True
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def check_delta(
         self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True

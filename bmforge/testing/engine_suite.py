@@ -19,10 +19,11 @@ from bmforge.models import Model
 from bmforge.records import units_of
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
-from bmforge.testing.batches import Batch, make_labels
+from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import list_outputs, run_step_of
 from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_equal_trees
 
 __all__ = ["EngineSuite"]
@@ -31,7 +32,7 @@ _CONFIG = EngineConfig(max_rows=4)
 _LAYERS = 4
 
 
-class EngineSuite:
+class EngineSuite(SuiteBase):
     """Comparison of models with and without a memory budget; `FamilySuite` inherits this.
 
     Attributes:
@@ -40,14 +41,6 @@ class EngineSuite:
     """
 
     deep_options: Mapping[str, Any] = {}
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
-
-    def write_text(self, model: Any) -> Tensor | None:
-        """Return greedily generated ids; None for a family that does not generate."""
-        raise TypeError(f"{type(self).__name__} must define `write_text`.")
 
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:

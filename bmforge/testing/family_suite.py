@@ -14,10 +14,10 @@ import torch
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
 from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Model, ModelConfig, init_weights_
+from bmforge.models import Model, init_weights_
 from bmforge.parallel import Layout
 from bmforge.surgery import find_modules, persistent_tensors
-from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.compress_suite import CompressSuite
 from bmforge.testing.delta_suite import DeltaSuite
@@ -46,20 +46,10 @@ class FamilySuite(
     A subclass sets `model_class` and defines `tiny_config`.
 
     Attributes:
-        model_class: the family.
         not_applicable: dict from capability to the reason why it does not apply to the family.
     """
 
-    model_class: ClassVar[type[Model]]
     not_applicable: ClassVar[dict[str, str]] = {"expert": "has no experts"}
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        return {"input_ids": make_batch(model, batch, seed=seed)}
 
     @pytest.fixture
     def tiny(self) -> Model:
