@@ -26,13 +26,13 @@ from bmforge.testing.changed_models import (
     list_stored,
     low_rank_everywhere,
     merge_parts_,
+    randomize_parts_,
     resized,
     run_step_of,
-    silence_the_rest_,
-    spread_parts_,
     stored_as_int8,
     value_of,
     widen,
+    zero_removed_units_,
 )
 from bmforge.testing.layouts import check_suite, train_and_save
 from bmforge.testing.pool import run_distributed
@@ -58,7 +58,7 @@ class ChangedSuite(SuiteBase):
         return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
-    def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
+    def test_low_rank_equals_merged_model(self, tiny: Model) -> None:
         """LoRA modules compute the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
@@ -76,7 +76,7 @@ class ChangedSuite(SuiteBase):
             assert_close(got[f"grad/{down}"], scale * value_of(model, up).mT @ grad)
 
     @capability("int8")
-    def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
+    def test_int8_is_bit_identical_to_dequantized(self, tiny: Model) -> None:
         """Loss, logits and gradients with int8 and dequantized weights are bit-identical."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
@@ -89,13 +89,13 @@ class ChangedSuite(SuiteBase):
         assert_equal_trees(got, {name: want[name] for name in got})
 
     @capability("resize")
-    def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
+    def test_resized_equals_model_with_zeros(self, tiny: Model) -> None:
         """A narrower model has the loss of the full model with zeros in the removed weights."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):
             model.change_(change)
-        silence_the_rest_(full_model, model)
+        zero_removed_units_(full_model, model)
         got, want = run_step_of(model, batch), run_step_of(full_model, batch)
         assert_close(got["loss"], want["loss"])
         counted = sum(tensor.numel() for tensor in persistent_tensors(model).values())
@@ -114,7 +114,7 @@ class ChangedSuite(SuiteBase):
         after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
         after.change_(parts).change_(rows)
         assert_equal_trees(after.state_dict(), model.state_dict())
-        spread_parts_(model)
+        randomize_parts_(model)
         model.save_pretrained(tmp_path)
         again = self.model_class.from_pretrained(tmp_path)
         assert again.config == changed
@@ -129,7 +129,7 @@ class ChangedSuite(SuiteBase):
     def test_changed_streams(self, changed: ModelConfig) -> None:
         """Blocks with int8 weights and LoRA modules can be streamed, with activations offloaded."""
         model = self.model_class.from_config(changed)
-        spread_parts_(model)
+        randomize_parts_(model)
         freeze_base_(model)
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
@@ -167,7 +167,7 @@ class ChangedSuite(SuiteBase):
         """A model with int8 layers and LoRA modules generates the same ids as its merged copy."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
-        spread_parts_(model, 1.0)
+        randomize_parts_(model, 1.0)
         plain = copy.deepcopy(tiny).double()
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         with torch.no_grad():
@@ -183,7 +183,7 @@ class ChangedSuite(SuiteBase):
 
     @pytest.mark.long
     @capability("changed: checkpoint")
-    def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
+    def test_changed_resumes_on_another_layout(self, changed: ModelConfig, tmp_path: Path) -> None:
         """A checkpoint of two pipeline stages resumes exactly on one process.
 
         Two steps on the pipeline and one step on a single process lead to the same parameters as

@@ -135,7 +135,7 @@ class CompressSuite(SuiteBase):
 
     @pytest.mark.long
     @capability("sparse")
-    def test_zeros_stay(self, tmp_path: Path) -> None:
+    def test_sparsity_is_kept(self, tmp_path: Path) -> None:
         """Weights stay 2:4 sparse after steps of AdamW."""
         small, job = self.make_small(CompressConfig(prune=_ZEROS), tmp_path / "model")
         for name in job.methods[0]._places:  # type: ignore[attr-defined]

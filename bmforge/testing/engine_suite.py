@@ -50,7 +50,7 @@ class EngineSuite(SuiteBase):
 
     @capability("engine")
     @torch.no_grad()
-    def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
+    def test_engine_is_bit_identical(self, deep: Model, tmp_path: Path) -> None:
         """Outputs and generated ids with the smallest budget are bit-identical to those without."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
@@ -64,7 +64,7 @@ class EngineSuite(SuiteBase):
 
     @capability("devices")
     @torch.no_grad()
-    def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
+    def test_devices_are_bit_identical(self, deep: Model, tmp_path: Path) -> None:
         """On two devices, outputs and generated ids are bit-identical to those on one device."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
@@ -102,7 +102,7 @@ class EngineSuite(SuiteBase):
 
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
-    def test_budget_is_kept(self, deep: Model, share: float) -> None:
+    def test_budget_is_not_exceeded(self, deep: Model, share: float) -> None:
         """Device memory never holds more weights than planned.
 
         A budget does not change gradients.

@@ -67,7 +67,7 @@ class FamilySuite(
         drawn = [n for n, p in tiny.named_parameters() if p.dim() > 1]
         assert not any(torch.equal(other[n], tiny.state_dict()[n]) for n in drawn)
 
-    def test_init_has_the_promised_spread(self, tiny: Model) -> None:
+    def test_standard_deviation_of_init(self, tiny: Model) -> None:
         """Matrices have mean 0 and the family's standard deviation; biases are 0, norms 1."""
         for name, parameter in tiny.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
@@ -188,7 +188,7 @@ class FamilySuite(
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
     @capability("stream", "offload")
-    def test_blocks_live_elsewhere(self, tiny: Model) -> None:
+    def test_streaming_and_offload(self, tiny: Model) -> None:
         """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bmforge.models import Model
 from bmforge.testing.capability import capability
-from bmforge.testing.character_tokenizer import letters_for
+from bmforge.testing.character_tokenizer import character_tokenizer_for
 from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_close
 from bmforge.tune.prompt import ManualVerbalizer, PromptClassifier, Template
@@ -35,7 +35,7 @@ def prompted_config(config: Any) -> Any:
 def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
     """Return a float64 model for prompts, and its tokenizer."""
     model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
-    return model.eval(), letters_for(model)
+    return model.eval(), character_tokenizer_for(model)
 
 
 class PromptSuite(SuiteBase):

@@ -50,7 +50,7 @@ class QuantizedSuite(ChangedSuite):
 
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
-    def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
+    def test_packed_equals_dequantized(self, wide: Model, scheme: str) -> None:
         """Loss and gradients equal the dequantized model's (about, with int8 activations)."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
