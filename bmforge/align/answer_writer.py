@@ -67,7 +67,7 @@ class AnswerWriter:
         requests = RequestsConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(128, max_num_seqs),
-            total_tokens=max_num_seqs * (max_tokens + 32),  # pages have 16 tokens
+            total_tokens=max_num_seqs * (max_tokens + 32),  # KV blocks have 16 tokens
             max_queue_size=1 << 20,
         )
         self._is_training = model.training
@@ -80,7 +80,7 @@ class AnswerWriter:
     def runs_natively(self) -> bool:
         """True if native kernels run all blocks; `score` is then bit-identical to sampling."""
         model = self._copy or self._model
-        with evaluating(model):  # like `write`, because native kernels do not support dropout
+        with evaluating(model):  # native kernels do not support dropout
             return NativeStep().knows(model.layers)
 
     @property

@@ -26,8 +26,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.skipped_data import tell_left_out
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe

@@ -24,8 +24,8 @@ from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.task_data import (
     TaskDataConfig,
     label_names,

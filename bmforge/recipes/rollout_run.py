@@ -20,7 +20,7 @@ from bmforge.models.init import materialize_
 from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
-from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.prompt_rows import (
     encode_prompts,
     find_stops,

@@ -31,9 +31,9 @@ from bmforge.recipes.inputs.conversation_rows import (
     open_answers,
     render_conversation,
 )
+from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_examples
 from bmforge.recipes.inputs.image_conversations import ImageConversations, check_image_layout
-from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length, family_of, traits_of

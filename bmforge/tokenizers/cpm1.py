@@ -11,7 +11,7 @@ from bmforge.errors import DataError
 from bmforge.files import read_bytes, read_json
 from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
-from bmforge.tokenizers.word_pieces import pieces_to_tokens
+from bmforge.tokenizers.word_encoder import ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
 __all__ = ["CPM1Tokenizer"]
@@ -64,7 +64,7 @@ class CPM1Tokenizer(Tokenizer):
                 f"{str(path)!r} lacks the tokens {missing}, which CPM-1 needs. Use the "
                 "chinese_vocab.model of CPM-1."
             )
-        # Pieces for decoding, with <eod> as one character so that it keeps its brackets.
+        # Tokens for decoding, with <eod> as one character so that it keeps its brackets.
         self._shown = [END if token == "<eod>" else token for token in self._tokens]
         self._cutter = WordCutter()
 
@@ -136,7 +136,7 @@ class CPM1Tokenizer(Tokenizer):
         Raises:
             DataError: an id is not in the vocabulary.
         """
-        text = self._processor.decode(pieces_to_tokens(ids, self._shown))
+        text = self._processor.decode(ids_to_tokens(ids, self._shown))
         for mark, shown in ((" ", ""), (SPACE, " "), (NEWLINE, "\n"), (END, "<eod>")):
             text = text.replace(mark, shown)
         return text

@@ -13,7 +13,7 @@ from bmforge.errors import DataError
 from bmforge.files import read_bytes
 from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
 from bmforge.tokenizers.longest_match import LongestMatcher
-from bmforge.tokenizers.word_pieces import WordPieces, pieces_to_tokens
+from bmforge.tokenizers.word_encoder import WordEncoder, ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
 __all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
@@ -70,7 +70,7 @@ class CPMAntTokenizer(Tokenizer):
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}
         self._tokens = list(self._vocabulary)
         self._cutter = WordCutter(new_words)
-        self._pieces = WordPieces(self._vocabulary, written["<unk>"])
+        self._encoder = WordEncoder(self._vocabulary, written["<unk>"])
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
@@ -96,10 +96,10 @@ class CPMAntTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
-        pieces = self._pieces
+        encoder = self._encoder
         ids: list[int] = []
         for word in self._cutter.cut(text):
-            ids += pieces[word]
+            ids += encoder[word]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -108,7 +108,7 @@ class CPMAntTokenizer(Tokenizer):
         Raises:
             DataError: an id exceeds the vocabulary.
         """
-        return "".join(pieces_to_tokens((id for id in ids if id >= 0), self._tokens))
+        return "".join(ids_to_tokens((id for id in ids if id >= 0), self._tokens))
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
@@ -120,7 +120,7 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
     original decodes ``<`` as ``<<``; this class restores text exactly.
     """
 
-    _strips: ClassVar[bool] = False  # pieces may begin with a space
+    _strips: ClassVar[bool] = False  # tokens may begin with a space
 
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True

@@ -283,15 +283,17 @@ def offloaded_steps(kind: torch.dtype) -> None:
             optims[name].step(scale=4)
         for one, two in zip(*params.values(), strict=True):
             assert torch.equal(whole(one), whole(two))
-        asked = [e.label for e in events.events if e.kind == "asked"]
+        asked = [e.label for e in events.events if e.kind == "submitted"]
         awaited = [e.label for e in events.events if e.kind == "awaited"]
         numbers = range(3)
         assert asked == [f"{what} {n}" for what in ("gradient", "weights") for n in numbers]
         assert awaited == asked
         order = [(e.kind, e.label) for e in events.events]
         for n in (1, 2):  # a gradient is on its way while the one before it is stepped
-            assert order.index(("asked", f"gradient {n}")) < order.index(("awaited", "gradient 0"))
-            sent = order.index(("asked", f"weights {n - 1}"))
+            assert order.index(("submitted", f"gradient {n}")) < order.index(
+                ("awaited", "gradient 0")
+            )
+            sent = order.index(("submitted", f"weights {n - 1}"))
             assert sent < order.index(("awaited", f"gradient {n}"))
 
 

@@ -160,8 +160,13 @@ def test_work_is_done_in_order_and_errors_come_back() -> None:
     ticket = engine.run(lambda: done.append(target.sum().item()), "second")
     ticket.wait()
     assert done == [3.0]
-    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("begun", "done")]
-    assert kinds == [("begun", "first"), ("done", "first"), ("begun", "second"), ("done", "second")]
+    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("started", "done")]
+    assert kinds == [
+        ("started", "first"),
+        ("done", "first"),
+        ("started", "second"),
+        ("done", "second"),
+    ]
     failing = engine.run(lambda: 1 // 0, "third")  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         failing.wait()

@@ -32,7 +32,7 @@ _SPAN = "<span>"
 _CHOSEN = "\ue000"
 # Sentinel number with which CPM-2.1 was trained to continue a text.
 _REST = 189
-# CPM-1's word-separator piece, which is exempt from the penalties.
+# CPM-1's word-separator token, which is exempt from the penalties.
 _WORD = "\u2581"
 
 

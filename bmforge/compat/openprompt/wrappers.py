@@ -31,7 +31,7 @@ class TheirTokenizer(Tokenizer):
     """Transformers tokenizer with bmforge's interface.
 
     Args:
-        theirs: the transformers tokenizer.
+        tokenizer: the transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:

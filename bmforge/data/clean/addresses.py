@@ -18,7 +18,7 @@ _QUAD = r"\d{1,3}(?:\.\d{1,3}){3}"
 ADDRESS = re.compile(
     rf"(?<![\w.])(?<![0-9A-Fa-f:]:)(?:::ffff:{_QUAD}|(?:{_GROUP}:){{7}}{_GROUP}"
     rf"|(?:{_GROUP}:){{1,7}}(?::{_GROUP}){{1,7}}|(?:{_GROUP}:){{1,7}}:(?!\w))(?![\w:]|\.\d)"
-    # Letters may be glued to the number, but "v1.2.3.4" is a version.
+    # "IP" or three letters may directly precede the number, but "v1.2.3.4" is a version.
     rf"|(?:(?<![A-Za-z0-9])|(?<=[Ii][Pp])|(?<=[A-Za-z]{{3}}))(?<!\d\.){_QUAD}(?!\d|\.\d)",
     re.ASCII,
 )
@@ -67,7 +67,7 @@ def is_public_address(text: str) -> bool:
 
 
 class AddressContext:
-    """Decides for the candidates in one text, in order, whether they are addresses."""
+    """Decides whether numbers in one text, passed in order, are addresses, by their context."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -95,5 +95,5 @@ class AddressContext:
 
     @cached_property
     def _sections(self) -> frozenset[str]:
-        """Three-part numbers at the beginning of lines, which may be the section of "3.2.1.4"."""
+        """Three-part section numbers at line starts: "3.2.1" makes "3.2.1.4" a section number."""
         return frozenset(_HEADING.findall(self._text))

@@ -204,8 +204,8 @@ def _entries(
     """Yield (index in the shard, file, record) of each entry; read errors become error records."""
     task: DocumentsTask = part.task
     entry = 0
-    for piece in task.shard.pieces:
-        records, source = _read_piece(piece, task.options), show_name(piece.path)
+    for span in task.shard.ranges:
+        records, source = _read_range(span, task.options), show_name(span.path)
         first = entry
         while True:
             if entry in blamed and blamed[entry].in_reading:
@@ -219,8 +219,8 @@ def _entries(
                 if not task.skip_bad:
                     raise
                 # The size of the lost end of a file is unknown.
-                is_whole = entry == first and piece.begin == 0 and piece.end < 0
-                yield entry, source, fail("1", _file_bytes(piece) if is_whole else 0, error)
+                is_whole = entry == first and span.begin == 0 and span.end < 0
+                yield entry, source, fail("1", _file_bytes(span) if is_whole else 0, error)
                 entry += 1
                 break
             if record is None:
@@ -229,9 +229,9 @@ def _entries(
             entry += 1
 
 
-def _file_bytes(piece: FileRange) -> int:
+def _file_bytes(span: FileRange) -> int:
     try:
-        return os.stat(piece.path).st_size
+        return os.stat(span.path).st_size
     except OSError:
         return 0
 
@@ -240,14 +240,14 @@ def _never() -> Document:
     raise AssertionError("an entry that must be left unparsed was parsed")
 
 
-def _read_piece(piece: FileRange, options: ReadOptions) -> Iterator[Record]:
-    if piece.path == TOPICS:
+def _read_range(span: FileRange, options: ReadOptions) -> Iterator[Record]:
+    if span.path == TOPICS:
         for document in python_topics():
             size = len(document.text.encode())
             yield Record(document.place, size, partial(_same, document))
         return
     yield from read_records(
-        Path(piece.path), options, begin=piece.begin, end=piece.end, line=piece.line
+        Path(span.path), options, begin=span.begin, end=span.end, line=span.line
     )
 
 

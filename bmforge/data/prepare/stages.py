@@ -322,7 +322,7 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
     for shard in plan.shards:
-        paths = {piece.path for piece in shard.pieces} - {TOPICS}
+        paths = {part.path for part in shard.ranges} - {TOPICS}
         tasks.append(
             DocumentsTask(
                 shard=shard,

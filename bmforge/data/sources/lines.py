@@ -156,9 +156,9 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
         return
     while raw := stream.readline(_LONGEST_LINE_BYTES + 1):
         yield raw
-        piece = raw
-        while len(piece) > _LONGEST_LINE_BYTES and not piece.endswith(b"\n"):
-            piece = stream.readline(_LONGEST_LINE_BYTES + 1)
+        chunk = raw
+        while len(chunk) > _LONGEST_LINE_BYTES and not chunk.endswith(b"\n"):
+            chunk = stream.readline(_LONGEST_LINE_BYTES + 1)
 
 
 def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:

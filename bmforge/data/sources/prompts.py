@@ -30,7 +30,7 @@ class PromptRecord:
 
     Args:
         source: file and line, entry or row, for error messages.
-        content: text, or messages; the last message is not the assistant's.
+        content: text, or messages, the last of which is not from the assistant.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         variables: variables of the chat template.
         columns: the record's other fields.

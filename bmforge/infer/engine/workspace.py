@@ -145,7 +145,7 @@ class _Follower(TorchDispatchMode):
     """Dispatch mode that tracks the total size of live storages.
 
     Args:
-        known: tensors whose storages are not counted.
+        tensors: tensors whose storages are not counted.
 
     Attributes:
         peak_bytes: peak size of live storages.

@@ -226,7 +226,7 @@ class Pipeline:
             own_grads = tuple(None if t is None else t.grad for t in inputs)
             for tensor in inputs:
                 if tensor is not None:
-                    tensor.grad = None  # being sent; the later part must not add to it
+                    tensor.grad = None  # is being sent, so the weight part must not add to it
             self._give(run, StageMessage("backward", stage, micro_batch), own_grads)
 
     def _gather(

@@ -192,7 +192,7 @@ def apply_tensor_parallel_(
     """Shard a model over the axis `tp`, in place.
 
     Args:
-        model: model with rules.
+        model: unsharded model.
         styles: dict from module name to `Cut`; see `find_cuts`.
         stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.

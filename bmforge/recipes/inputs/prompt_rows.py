@@ -12,8 +12,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.logging import get_logger
 from bmforge.recipes.inputs.conversation_rows import drop_fields
+from bmforge.recipes.inputs.document_segments import find_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.recipes.inputs.pieces import find_tokenizer
 from bmforge.recipes.sft import read_template
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import check_fields

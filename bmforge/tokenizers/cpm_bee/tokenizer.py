@@ -177,9 +177,9 @@ class CPMBeeTokenizer(Tokenizer):
                     _extend(part, table, numbers, len(self)) if special_id is None else special_id
                 )
                 continue
-            for piece, id in self._matcher.match(part):
+            for token, id in self._matcher.match(part):
                 if id is None:
-                    id = _extend(self.escape(piece), table, numbers, len(self))
+                    id = _extend(self.escape(token), table, numbers, len(self))
                 ids.append(id)
         return ids, table
 

@@ -1,4 +1,4 @@
-"""Pretraining samples of CPM-1 (from text pieces) and of CPM-2 (from sources and targets)."""
+"""Pretraining samples of CPM-1 (from text segments) and of CPM-2 (from sources and targets)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bmforge.batch import IGNORE_INDEX
 
 __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "CPM2_Dataset"]
 
-_SEPARATOR = 4  # id of <sep>; a piece that ends with <sep> is predicted up to its end
+_SEPARATOR = 4  # id of <sep>; a segment that ends with <sep> is predicted up to its end
 
 
 class CPM1_Dataset(Dataset[Any]):  # noqa: N801
     """Token sequences and their targets, padded to the same length.
 
     Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
-    None for a longer piece. A slice returns the stacked values of its pieces.
+    None for a longer segment. A slice returns the stacked values of its segments.
 
     Args:
         ctx: token sequences.
-        tgt: targets of each piece, as many as the piece has tokens.
-        max_length: padded length; slices skip longer pieces.
+        tgt: targets of each segment, as many as the segment has tokens.
+        max_length: padded length; slices skip longer segments.
     """
 
     def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
@@ -52,15 +52,15 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
 
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
-    """Text pieces whose middle is predicted; all tokens attend to the remaining text.
+    """Text segments whose middle is predicted; all tokens attend to the remaining text.
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
-    quarter, or at the end of a piece that ends with `<sep>`. Indexing returns the piece, the target
-    at each position (-100 if not predicted), the length, and the context mask.
+    quarter, or at the end of a segment that ends with `<sep>`. Indexing returns the segment, the
+    target at each position (-100 if not predicted), the length, and the context mask.
 
     Args:
         ctx: token sequences.
-        max_length: maximum length of a piece; for a longer piece, all four values are None.
+        max_length: maximum length of a segment; for a longer segment, all four values are None.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:
@@ -70,7 +70,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
         return len(self.ctx)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """Return the sample for one piece."""
+        """Return the sample for one segment."""
         ctx = self.ctx[index]
         length = len(ctx)
         if length > self.max_length:
