@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmforge.compat.bmtrain.module import reshard_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
@@ -44,9 +45,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
     Memory: one full parameter and its gradient.
     """
     config.need("inspect_model")
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
+    reshard_blocks_(model)
     rows = []
     for name, param in model.named_parameters(prefix.rstrip(".")):
         if fnmatch.fnmatch(name, param_name):

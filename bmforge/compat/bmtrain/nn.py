@@ -118,7 +118,18 @@ def _new(
     return DistributedParameter(empty, init_method=init, tp_mode=tp_mode, tp_split_dim=split_dim)
 
 
-class Linear(DistributedModule):
+class _Linear(DistributedModule):
+    """Base class of the linear layers; `weight` and `bias` may be this process's part."""
+
+    def extra_repr(self) -> str:
+        """Return the sizes of this process's part of the layer."""
+        weight: Any = self._parameters["weight"]
+        rows, columns = weight.shape
+        has_bias = self._parameters.get("bias") is not None
+        return f"in_features={columns}, out_features={rows}, bias={has_bias}"
+
+
+class Linear(_Linear):
     """Linear layer with Xavier-normal weights and a bias of 0."""
 
     def __init__(
@@ -137,13 +148,8 @@ class Linear(DistributedModule):
         """Return ``input @ weight.T + bias``."""
         return F.linear(input, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        has_bias = self._parameters.get("bias") is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
-
-class ColumnParallelLinear(DistributedModule):
+class ColumnParallelLinear(_Linear):
     """Linear layer whose outputs are sharded over the tensor-parallel processes.
 
     Args:
@@ -177,12 +183,8 @@ class ColumnParallelLinear(DistributedModule):
             input, self.weight, self.bias, self.gather_input, self.gather_output
         )
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features_per_partition}"
 
-
-class RowParallelLinear(DistributedModule):
+class RowParallelLinear(_Linear):
     """Linear layer whose inputs are sharded over the tensor-parallel processes.
 
     Args:
@@ -220,10 +222,6 @@ class RowParallelLinear(DistributedModule):
         )
         bias = self.bias
         return out if bias is None else out + bias
-
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        return f"in_features={self.in_features_per_partition}, out_features={self.out_features}"
 
 
 class VPEmbedding(DistributedModule):

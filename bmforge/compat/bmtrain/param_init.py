@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.module import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_, reshard_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
 from bmforge.compat.bmtrain.runtime import config
 
@@ -54,9 +54,7 @@ def _sum_over_all(grad: Tensor) -> Tensor:
 
 def _once(model: nn.Module) -> Iterator[nn.Parameter]:
     """Reshard all blocks, then yield each parameter of the model once, also if it is tied."""
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
+    reshard_blocks_(model)
     yield from model.parameters()
 
 

@@ -310,7 +310,7 @@ class _Method:
 
     def __reduce__(self) -> Any:
         """Pickle the wrapper only; the tensor is not pickled."""
-        return _Method, (self._function,)
+        return type(self), (self._function,)
 
 
 class _DeepCopy(_Method):
@@ -334,7 +334,3 @@ class _DeepCopy(_Method):
         mark_(copy, origin)
         memo[id(param)] = copy
         return copy
-
-    def __reduce__(self) -> Any:
-        """Pickle the wrapper only; the tensor is not pickled."""
-        return _DeepCopy, (self._function,)

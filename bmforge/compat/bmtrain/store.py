@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.block import TransformerBlockList
-from bmforge.compat.bmtrain.module import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_, reshard_blocks_
 from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize
@@ -225,9 +225,7 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
         return state
     heads = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in (state or {}).items()}
     heads = broadcast_object(heads)
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
+    reshard_blocks_(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for own, published in published_parameters(model).items():
         parameters.setdefault(published, parameters[own])
