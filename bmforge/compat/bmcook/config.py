@@ -165,12 +165,9 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         where = modules_with(described, pruning["pruned_module"], "pruning.pruned_module")
         tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": [*where]}
     if pruning["is_pruning"] and pruning["pruning_mask_path"]:
+        why = "the pruned weights are zero and serve as the mask"
         get_logger().info(
-            (
-                "pruning_mask_path=%r is not needed: the pruned weights are zero and serve as the "
-                "mask"
-            ),
-            pruning["pruning_mask_path"],
+            "pruning_mask_path=%r is not needed: %s", pruning["pruning_mask_path"], why
         )
     if config["quantization"]["is_quant"]:
         tables["quantize"] = quantize_table(described, config["quantization"])

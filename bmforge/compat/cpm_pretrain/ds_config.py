@@ -119,13 +119,8 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
             "data.grad_accum_steps, such as gpt2-pretrain and t5-pretrain). Leave it out."
         )
     if config.layout.pp == 1:
-        log.warning(
-            (
-                "--ds-config %s is ignored, as in CPM-Pretrain, because there is no pipeline "
-                "(layout.pp=1)"
-            ),
-            path,
-        )
+        why = "as in CPM-Pretrain, because there is no pipeline (layout.pp=1)"
+        log.warning("--ds-config %s is ignored, %s", path, why)
         return config
     for name in _WITHOUT_EFFECT:
         if name in settings:
@@ -180,11 +175,6 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
                 f"{micro} sequences x {steps} accumulation steps x {world_size} processes / "
                 f"pp={layout.pp} / tp={layout.tp}"
             )
-        get_logger().warning(
-            "--ds-config has train_batch_size=%d, but %s is %d: %d is used",
-            stated,
-            rule,
-            used,
-            used,
-        )
+        fact = f"{rule} is {used}: {used} is used"
+        get_logger().warning("--ds-config has train_batch_size=%d, but %s", stated, fact)
     return data

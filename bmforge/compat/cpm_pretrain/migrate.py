@@ -256,13 +256,8 @@ class _Places:
         if load and load == self.given.get("--save"):
             self.out.dropped.append((f"--load {load}", "runs resume automatically"))
         elif load:
-            self.say(
-                "--load",
-                (
-                    "checkpoints of DeepSpeed cannot be read: bmforge convert reads Megatron "
-                    "shards of CPM-1, CPM-2 and EVA, and init_from its results"
-                ),
-            )
+            why = "bmforge convert reads Megatron shards of CPM-1, CPM-2 and EVA, and init_from its"
+            self.say("--load", f"checkpoints of DeepSpeed cannot be read: {why} results")
         for name in ("--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim"):
             if name in self.given:
                 self.out.dropped.append((name, _TABLE[name].note or "see init_from"))
