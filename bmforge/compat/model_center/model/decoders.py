@@ -124,9 +124,9 @@ class Seq2SeqModel(BaseModel):
         input_ids, inputs_embeds = one_of(input_ids, chosen.inputs_embeds)
         target, begun = one_of(decoder_input_ids, decoder_inputs_embeds)
         width = chosen.past + _width_of(target, begun)
-        if attention_mask is None and length is not None:
-            if source := _width_of(encoder_outputs, input_ids, inputs_embeds):
-                attention_mask = lengths_to_mask(length, source)
+        source = _width_of(encoder_outputs, input_ids, inputs_embeds)
+        if attention_mask is None and length is not None and source:
+            attention_mask = lengths_to_mask(length, source)
         if decoder_attention_mask is None and decoder_length is not None:
             decoder_attention_mask = lengths_to_mask(decoder_length, width)
         cache = self._open_cache(chosen, width)
