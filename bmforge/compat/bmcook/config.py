@@ -18,13 +18,7 @@ from bmforge.logging import get_logger
 from bmforge.models import AutoModel, Model
 from bmforge.recipes.adapter_dirs import find_source
 
-__all__ = [
-    "ConfigParser",
-    "pattern_of",
-    "recipe_from_bmcook",
-    "structure_table",
-    "parse_args",
-]
+__all__ = ["ConfigParser", "pattern_of", "recipe_from_bmcook", "structure_table", "parse_args"]
 
 # Default values by section and key; those of pruning.sprune are separate.
 _KEYS = json.loads(Path(__file__).with_name("config_keys.json").read_text("utf-8"))

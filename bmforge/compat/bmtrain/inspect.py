@@ -17,13 +17,9 @@ from bmforge.compat.bmtrain.store import allgather_objects
 from bmforge.compat.bmtrain.synchronize import gather_result
 
 __all__ = [
-    "InspectTensor",
-    "collect_records",
-    "format_summary",
-    "inspect_model",
-    "inspect_tensor",
+    "InspectTensor", "collect_records", "format_summary", "inspect_model", "inspect_tensor",
     "record_tensor",
-]
+]  # fmt: skip
 
 Row = dict[str, Any]
 _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")

@@ -26,16 +26,9 @@ from bmforge.parallel.collectives import (
 )
 
 __all__ = [
-    "ColumnParallelLinear",
-    "Linear",
-    "OpLinear",
-    "OpParallelLinear",
-    "Projection",
-    "ReduceType",
-    "RowParallelLinear",
-    "VPEmbedding",
-    "VPProjection",
-]
+    "ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "Projection", "ReduceType",
+    "RowParallelLinear", "VPEmbedding", "VPProjection",
+]  # fmt: skip
 
 
 class ReduceType(Enum):

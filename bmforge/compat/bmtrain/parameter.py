@@ -23,23 +23,10 @@ from bmforge.parallel.collectives import all_gather, gather_tokens
 from bmforge.shards import laid_out_like, local_box, local_tensor
 
 __all__ = [
-    "DistributedParameter",
-    "Origin",
-    "ParameterInitializer",
-    "all_rows",
-    "full_shape",
-    "gather",
-    "gather_all",
-    "has_values_",
-    "make_parameter",
-    "mark_",
-    "mesh_of",
-    "need_values",
-    "origin_of",
-    "set_values_",
-    "share_like",
-    "whole",
-]
+    "DistributedParameter", "Origin", "ParameterInitializer", "all_rows", "full_shape", "gather",
+    "gather_all", "has_values_", "make_parameter", "mark_", "mesh_of", "need_values", "origin_of",
+    "set_values_", "share_like", "whole",
+]  # fmt: skip
 
 
 class ParameterInitializer:

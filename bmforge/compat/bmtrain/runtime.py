@@ -25,16 +25,9 @@ from bmforge.parallel.groups import build_device_mesh, flatten_mesh
 from bmforge.train.checkpoint.rng import seed_all
 
 __all__ = [
-    "Config",
-    "Topology",
-    "config",
-    "init_distributed",
-    "is_initialized",
-    "rank",
-    "synchronize",
-    "topology",
-    "world_size",
-]
+    "Config", "Topology", "config", "init_distributed", "is_initialized", "rank", "synchronize",
+    "topology", "world_size",
+]  # fmt: skip
 
 
 class Topology:

@@ -25,13 +25,9 @@ from bmforge.parallel import run_on_first
 from bmforge.shards import local_tensor
 
 __all__ = [
-    "allgather_object",
-    "allgather_objects",
-    "broadcast_object",
-    "load",
-    "published_parameters",
+    "allgather_object", "allgather_objects", "broadcast_object", "load", "published_parameters",
     "save",
-]
+]  # fmt: skip
 
 State = dict[str, Any]
 

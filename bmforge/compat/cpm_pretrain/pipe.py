@@ -16,13 +16,9 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.rules import LayoutRules
 
 __all__ = [
-    "LayerSpec",
-    "PipeModelDataParallelTopology",
-    "PipelineModule",
-    "ProcessCoord",
-    "StageOutput",
+    "LayerSpec", "PipeModelDataParallelTopology", "PipelineModule", "ProcessCoord", "StageOutput",
     "TiedLayerSpec",
-]
+]  # fmt: skip
 
 
 class LayerSpec:

@@ -21,12 +21,9 @@ from bmforge.tune.prompt.search_template import search_templates
 from bmforge.tune.prompt.search_words import search_label_words
 
 __all__ = [
-    "LMBFFTemplateGenerationTemplate",
-    "RobertaVerbalizerGenerator",
-    "T5TemplateGenerator",
-    "TemplateGenerator",
-    "VerbalizerGenerator",
-]
+    "LMBFFTemplateGenerationTemplate", "RobertaVerbalizerGenerator", "T5TemplateGenerator",
+    "TemplateGenerator", "VerbalizerGenerator",
+]  # fmt: skip
 
 _MASK = re.compile(r'\{\s*"mask"\s*(:[^{}]*)?\}')
 _LABEL_WORD = re.compile(r'\{\s*"meta"\s*:\s*"labelword"\s*\}')

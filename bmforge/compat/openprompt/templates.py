@@ -22,14 +22,9 @@ from bmforge.tune.prompt.prompt_formats import find_asking
 from bmforge.tune.prompt.soft import drop_rows_, token_table
 
 __all__ = [
-    "ManualTemplate",
-    "MixedTemplate",
-    "PTRTemplate",
-    "PrefixTuningTemplate",
-    "PtuningTemplate",
-    "SoftTemplate",
-    "Wrapped",
-]
+    "ManualTemplate", "MixedTemplate", "PTRTemplate", "PrefixTuningTemplate", "PtuningTemplate",
+    "SoftTemplate", "Wrapped",
+]  # fmt: skip
 
 
 class Wrapped(list[Any]):

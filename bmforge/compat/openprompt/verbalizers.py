@@ -17,15 +17,9 @@ from bmforge.tune import prompt as ours
 from bmforge.tune.prompt.files import read_verbalizer
 
 __all__ = [
-    "AutomaticVerbalizer",
-    "GenerationVerbalizer",
-    "KnowledgeableVerbalizer",
-    "ManualVerbalizer",
-    "One2oneVerbalizer",
-    "PTRVerbalizer",
-    "ProtoVerbalizer",
-    "SoftVerbalizer",
-]
+    "AutomaticVerbalizer", "GenerationVerbalizer", "KnowledgeableVerbalizer", "ManualVerbalizer",
+    "One2oneVerbalizer", "PTRVerbalizer", "ProtoVerbalizer", "SoftVerbalizer",
+]  # fmt: skip
 
 
 class ManualVerbalizer(nn.Module):

@@ -14,15 +14,9 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers.base import Tokenizer
 
 __all__ = [
-    "TheirTokenizer",
-    "as_ours",
-    "CPM2TokenizerWrapper",
-    "LMTokenizerWrapper",
-    "MLMTokenizerWrapper",
-    "T5LMTokenizerWrapper",
-    "T5TokenizerWrapper",
-    "TokenizerWrapper",
-]
+    "TheirTokenizer", "as_ours", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
+    "MLMTokenizerWrapper", "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper",
+]  # fmt: skip
 
 _ROLES = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 

@@ -24,13 +24,8 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.shards import laid_out_like, local_tensor
 
 __all__ = [
-    "check_optimizer",
-    "keeps_whole",
-    "step_shares",
-    "all_parameters",
-    "pack_state",
-    "unpack_state",
-]
+    "check_optimizer", "keeps_whole", "step_shares", "all_parameters", "pack_state", "unpack_state",
+]  # fmt: skip
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -29,12 +29,9 @@ from bmforge.compat.cpm_pretrain.mpu.initialize import (
 )
 
 __all__ = [
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "PartParameter",
-    "RowParallelLinear",
+    "ColumnParallelLinear", "LayerNorm", "PartParameter", "RowParallelLinear",
     "VocabParallelEmbedding",
-]
+]  # fmt: skip
 
 Init = Callable[[Tensor], Any]
 

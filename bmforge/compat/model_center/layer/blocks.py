@@ -19,14 +19,9 @@ from bmforge.compat.model_center.layer.basic import LayerNorm
 from bmforge.errors import ConfigError
 
 __all__ = [
-    "BlockOptions",
-    "CrossAttentionBlock",
-    "FFNBlock",
-    "SelfAttentionBlock",
-    "TransformerBlock",
-    "Decoder",
-    "Encoder",
-]
+    "BlockOptions", "CrossAttentionBlock", "FFNBlock", "SelfAttentionBlock", "TransformerBlock",
+    "Decoder", "Encoder",
+]  # fmt: skip
 
 Cache = tuple[Tensor, Tensor] | None
 

@@ -13,11 +13,9 @@ from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.relative import find_buckets
 
 __all__ = [
-    "RelativePositionEmbedding",
-    "RotaryEmbedding",
-    "RotaryEmbeddingESM",
+    "RelativePositionEmbedding", "RotaryEmbedding", "RotaryEmbeddingESM",
     "SegmentPositionEmbedding",
-]
+]  # fmt: skip
 
 
 class RelativePositionEmbedding(DistributedModule):

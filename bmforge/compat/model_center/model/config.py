@@ -23,23 +23,10 @@ from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 
 __all__ = [
-    "OLD_NAMES",
-    "Config",
-    "BertConfig",
-    "CPM1Config",
-    "CPM2Config",
-    "CPM3Config",
-    "GLMConfig",
-    "GPT2Config",
-    "GPTjConfig",
-    "LlamaConfig",
-    "LongformerConfig",
-    "OPTConfig",
-    "RobertaConfig",
-    "T5Config",
-    "ViTConfig",
-    "VitConfig",
-]
+    "OLD_NAMES", "Config", "BertConfig", "CPM1Config", "CPM2Config", "CPM3Config", "GLMConfig",
+    "GPT2Config", "GPTjConfig", "LlamaConfig", "LongformerConfig", "OPTConfig", "RobertaConfig",
+    "T5Config", "ViTConfig", "VitConfig",
+]  # fmt: skip
 
 # Maps ModelCenter's field names to bmforge's.
 OLD_NAMES: Mapping[str, str] = {

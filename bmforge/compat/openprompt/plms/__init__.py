@@ -18,15 +18,9 @@ from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = [
-    "CPM2TokenizerWrapper",
-    "LMTokenizerWrapper",
-    "MLMTokenizerWrapper",
-    "ModelClass",
-    "T5LMTokenizerWrapper",
-    "T5TokenizerWrapper",
-    "TokenizerWrapper",
-    "load_plm",
-]
+    "CPM2TokenizerWrapper", "LMTokenizerWrapper", "MLMTokenizerWrapper", "ModelClass",
+    "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper", "load_plm",
+]  # fmt: skip
 
 
 class ModelClass(NamedTuple):
