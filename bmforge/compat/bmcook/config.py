@@ -234,13 +234,8 @@ def _distill_table(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
     names = {part: [read_pair(pair, models) for pair in pairs] for part, pairs in texts.items()}
     losses: list[dict[str, Any]] = []
     if section["ce_scale"]:
-        losses.append(
-            {
-                "kind": "logits",
-                "weight": float(section["ce_scale"]),
-                "temperature": float(section["ce_temp"]),
-            }
-        )
+        temperature = {"temperature": float(section["ce_temp"])}
+        losses.append({"kind": "logits", "weight": float(section["ce_scale"]), **temperature})
     if section["mse_hidn_scale"]:
         form = {"form": "mean_norm", "pairs": names["hidn"]}
         losses.append({"kind": "hidden", "weight": float(section["mse_hidn_scale"]), **form})

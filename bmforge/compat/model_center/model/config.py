@@ -15,6 +15,7 @@ import torch
 
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError, suggest
+from bmforge.files import read_json
 from bmforge.models import Model, ModelConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.model_center import is_model_center
@@ -116,13 +117,7 @@ class Config:
 
     @staticmethod
     def _dict_from_json_file(json_file: str | Path) -> dict[str, Any]:
-        try:
-            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read {str(json_file)!r} as JSON ({error}). Correct the file."
-            ) from error
-        return dict(values)
+        return read_json(Path(json_file))
 
     def native(self) -> ModelConfig:
         """Return the bmforge config with the current field values, without a head."""
