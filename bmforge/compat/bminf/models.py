@@ -47,13 +47,7 @@ def open_engine(
 
     Args:
         family: required model class.
-        version: directory or hub id, with or without ``file://``.
-        memory_limit: limit on the weights in bytes (default: free memory).
-        dynamic_memory: limit on all other memory in bytes.
-        device_idx: index of the accelerator; only the first accelerator is supported.
-
-    Raises:
-        ConfigError: the model does not exist or is of another family, or a limit is too small.
+        version, memory_limit, dynamic_memory, device_idx: arguments of the models, see `_Model`.
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
@@ -136,6 +130,28 @@ class _Model:
             out = run_decoder(decoder, ids, nothing, config)[0, len(start) :].tolist()
         has_ended = out[-1] in config.eos_tokens
         return self._tokenizer.decode_written(out[:-1] if has_ended else out), has_ended
+
+    def _answer(
+        self,
+        model: Any,
+        source: Sequence[int],
+        start: Sequence[int],
+        draw: dict[str, Any],
+        penalties: tuple[float, float],
+    ) -> tuple[str, bool]:
+        """Encode `source`, and generate a continuation of the decoder tokens `start`."""
+        config = complete_config(model, GenerationConfig(**draw))
+        with evaluating(model), torch.no_grad():
+            decoder = LoweredSeq2Seq(
+                model,
+                torch.tensor([source], device=self.engine.device),
+                None,
+                len(start) + config.max_new_tokens,
+                temperature=config.temperature,
+                penalties=penalties,
+                never=[self._tokenizer.unk_id],
+            )
+        return self._write(model, decoder, start, config)
 
 
 class CPM1(_Model):
@@ -271,11 +287,8 @@ class CPM2(_Model):
         with self.engine.turn("generate") as model:
             source = [*tokenizer.encode(input_sentence), blank]
             draw = draw_options(temperature, top_n, top_p, max_tokens, eos_token_id=stops)
-            penalties = frequency_penalty, presence_penalty
-            config = complete_config(model, GenerationConfig(**draw))
-            decoder = _begin(self, model, source, config, penalties, more=1)
             start = [model.config.decoder_start_token_id, blank]
-            return self._write(model, decoder, start, config)
+            return self._answer(model, source, start, draw, (frequency_penalty, presence_penalty))
 
 
 class EVA(_Model):
@@ -320,35 +333,8 @@ class EVA(_Model):
             draw = draw_options(
                 temperature, top_n, top_p, max_tokens, eos_token_id=tokenizer.sep_id
             )
-            penalties = frequency_penalty, presence_penalty
-            config = complete_config(model, GenerationConfig(**draw))
-            decoder = _begin(self, model, source, config, penalties)
-            return self._write(model, decoder, [model.config.decoder_start_token_id], config)
-
-
-def _begin(
-    of: _Model,
-    model: Any,
-    source: Sequence[int],
-    config: GenerationConfig,
-    penalties: tuple[float, float],
-    more: int = 0,
-) -> LoweredSeq2Seq:
-    """Encode `source` and create its decoder.
-
-    The decoder has space for a start token, `more` prompt tokens and `config.max_new_tokens` new
-    tokens.
-    """
-    with evaluating(model), torch.no_grad():
-        return LoweredSeq2Seq(
-            model,
-            torch.tensor([source], device=of.engine.device),
-            None,
-            1 + more + config.max_new_tokens,
-            temperature=config.temperature,
-            penalties=penalties,
-            never=[of._tokenizer.unk_id],
-        )
+            start = [model.config.decoder_start_token_id]
+            return self._answer(model, source, start, draw, (frequency_penalty, presence_penalty))
 
 
 def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:

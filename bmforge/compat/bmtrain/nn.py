@@ -217,6 +217,11 @@ class RowParallelLinear(_Linear):
         return out if bias is None else out + bias
 
 
+def _normal(table: Tensor, mean: float, std: float, **options: Any) -> Any:
+    init = ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
+    return DistributedParameter(table, init_method=init, **options)
+
+
 class VPEmbedding(DistributedModule):
     """Embedding whose vocabulary is sharded over the tensor-parallel processes.
 
@@ -239,9 +244,8 @@ class VPEmbedding(DistributedModule):
         self.dim_model, self.vocab_size_per_partition = embedding_size, part
         self.start_index = config["tp_rank"] * part
         self.end_index = self.start_index + part
-        init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
         table = torch.empty(part, embedding_size, dtype=dtype)
-        self.weight = DistributedParameter(table, init_method=init, tp_mode=True, tp_split_dim=0)
+        self.weight = _normal(table, init_mean, init_std, tp_mode=True, tp_split_dim=0)
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
         """Look up token embeddings or, with `projection`, compute the local part of the logits.
@@ -270,9 +274,8 @@ class Projection(DistributedModule):
         init_std: float = 1.0,
     ) -> None:
         super().__init__()
-        init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
-        weight = torch.empty(vocab_size, embedding_size, dtype=dtype)
-        self.weight = DistributedParameter(weight, init_method=init)
+        table = torch.empty(vocab_size, embedding_size, dtype=dtype)
+        self.weight = _normal(table, init_mean, init_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits over the whole vocabulary."""

@@ -267,13 +267,11 @@ class _Places:
 
 def _count_tokens(path: str | None) -> int | None:
     """Count the tokens in a vocabulary file; None if there is no such file."""
-    source = Path(path) if path else None
-    if source is None:
+    if not path:
         return None
-    files = (
-        [source] if source.is_file() else [source / name for name in ("vocab.json", "vocab.txt")]
-    )
-    for file in files:
+    source = Path(path)
+    names = ("vocab.json", "vocab.txt")
+    for file in [source] if source.is_file() else [source / name for name in names]:
         if file.is_file() and file.suffix == ".json":
             try:
                 return len(json.loads(file.read_text(encoding="utf-8")))
