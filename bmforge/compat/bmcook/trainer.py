@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compat.bmcook.pruning import BMPrune, pruning_of
-from bmforge.compat.bmcook.training_methods import (
-    BMDistill,
-    BMMoE,
-    BMQuant,
-    Teaching,
-    logits_of,
-)
+from bmforge.compat.bmcook.training_methods import BMDistill, BMMoE, BMQuant, Teaching, logits_of
 from bmforge.errors import ConfigError
 
 __all__ = ["CookOutput", "CookTrainer"]
