@@ -128,7 +128,7 @@ class Config(Mapping[str, Any]):
     @property
     def is_ready(self) -> bool:
         """True if `init_distributed` was called and its process group still exists."""
-        return self._group is not None and dist.is_initialized() and _world_group() is self._group
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def need(self, what: str) -> None:
         """Raise an error if `init_distributed` was not called.
@@ -163,7 +163,7 @@ class Config(Mapping[str, Any]):
             "pp_tp_zero_comm": self.tp_zero.get_group(),
         }
         self._values = {**values, **groups}
-        self._group, self._is_inside, self.inspected = _world_group(), False, []
+        self._group, self._is_inside, self.inspected = dist.group.WORLD, False, []
         self.saving, self.grouped = None, None
 
     @contextmanager
@@ -183,10 +183,6 @@ class Config(Mapping[str, Any]):
                 yield
         finally:
             self._is_inside = False
-
-
-def _world_group() -> object:
-    return dist.group.WORLD
 
 
 config = Config()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     if not non_blocking:
         run_on_first(lambda: _write(state, path))
     elif config["rank"] == 0:
-        own = {local_tensor(t).untyped_storage().data_ptr() for t in _tensors_of(model)}
+        tensors = chain(model.parameters(), model.buffers())
+        own = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in tensors}
         copies = {
             key: v.clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in own else v
             for key, v in state.items()
@@ -91,11 +93,6 @@ class Writing(threading.Thread):
 def _finish_writing() -> None:
     if config.saving is not None:
         config.saving.finish()
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _state_on(keeps: bool, collect: Callable[[], State]) -> State:

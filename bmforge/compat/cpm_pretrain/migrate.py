@@ -187,11 +187,8 @@ class _Places:
                 self.say(name, _TABLE[name].note)
         if self.number("--zero-stage") is not None:
             self.out.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage"), stage))
-        is_divided = any(
-            n in self.given
-            for n in ("--partition-activations", "--distribute-checkpointed-activations")
-        )
-        if is_divided and self.number("--model-parallel-size") > 1:
+        names = {"--partition-activations", "--distribute-checkpointed-activations"}
+        if names & self.given.keys() and self.number("--model-parallel-size") > 1:
             self.out.put("layout.sequence_parallel", True)
 
     def _place_schedule(self) -> None:

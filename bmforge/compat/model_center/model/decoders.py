@@ -142,17 +142,10 @@ class Seq2SeqModel(BaseModel):
             inputs_embeds=None if has_states else inputs_embeds,
             decoder_inputs_embeds=begun,
         )
+        last, encoded = outputs.last_hidden_state, outputs.encoder_last_hidden_state
+        layers = outputs.encoder_hidden_states, outputs.hidden_states
         return self.answer(
-            outputs.last_hidden_state,
-            lambda logits: Seq2SeqModelOutput(
-                outputs.last_hidden_state,
-                outputs.encoder_last_hidden_state,
-                cache,
-                logits,
-                outputs.encoder_hidden_states,
-                outputs.hidden_states,
-            ),
-            chosen,
+            last, lambda logits: Seq2SeqModelOutput(last, encoded, cache, logits, *layers), chosen
         )
 
 

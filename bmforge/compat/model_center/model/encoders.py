@@ -93,10 +93,10 @@ class EncoderModel(TextModel):
     def answer_text(self, outputs: Any, text: TextInputs) -> Any:
         """Build the result, with the pooler's output; see `answer`."""
         last, pooled = outputs.last_hidden_state, outputs.pooler_output
-        more = (outputs.hidden_states,)
+        cache, layers = text.cache, outputs.hidden_states
         return self.answer(
             last,
-            lambda logits: BaseModelOutputWithPooling(last, pooled, text.cache, logits, *more),
+            lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
             text.options,
         )
 
