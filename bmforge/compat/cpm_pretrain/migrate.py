@@ -187,11 +187,8 @@ class _Places:
                 self.say(name, _TABLE[name].note)
         if self.number("--zero-stage") is not None:
             self.out.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage"), stage))
-        is_divided = any(
-            n in self.given
-            for n in ("--partition-activations", "--distribute-checkpointed-activations")
-        )
-        if is_divided and self.number("--model-parallel-size") > 1:
+        names = {"--partition-activations", "--distribute-checkpointed-activations"}
+        if names & self.given.keys() and self.number("--model-parallel-size") > 1:
             self.out.put("layout.sequence_parallel", True)
 
     def _place_schedule(self) -> None:
@@ -256,13 +253,8 @@ class _Places:
         if load and load == self.given.get("--save"):
             self.out.dropped.append((f"--load {load}", "runs resume automatically"))
         elif load:
-            self.say(
-                "--load",
-                (
-                    "checkpoints of DeepSpeed cannot be read: bmforge convert reads Megatron "
-                    "shards of CPM-1, CPM-2 and EVA, and init_from its results"
-                ),
-            )
+            why = "bmforge convert reads Megatron shards of CPM-1, CPM-2 and EVA, and init_from its"
+            self.say("--load", f"checkpoints of DeepSpeed cannot be read: {why} results")
         for name in ("--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim"):
             if name in self.given:
                 self.out.dropped.append((name, _TABLE[name].note or "see init_from"))
@@ -272,13 +264,11 @@ class _Places:
 
 def _count_tokens(path: str | None) -> int | None:
     """Count the tokens in a vocabulary file; None if there is no such file."""
-    source = Path(path) if path else None
-    if source is None:
+    if not path:
         return None
-    files = (
-        [source] if source.is_file() else [source / name for name in ("vocab.json", "vocab.txt")]
-    )
-    for file in files:
+    source = Path(path)
+    names = ("vocab.json", "vocab.txt")
+    for file in [source] if source.is_file() else [source / name for name in names]:
         if file.is_file() and file.suffix == ".json":
             try:
                 return len(json.loads(file.read_text(encoding="utf-8")))

@@ -18,11 +18,8 @@ from bmforge.logging import get_logger
 from bmforge.tune.delta.tree import draw_tree, fold_tree
 
 __all__ = [
-    "ask_targets",
-    "inspect_module_statistics",
-    "inspect_optimizer_statistics",
-    "Visualization",
-]
+    "ask_targets", "inspect_module_statistics", "inspect_optimizer_statistics", "Visualization",
+]  # fmt: skip
 
 
 def ask_targets(backbone: nn.Module) -> list[str]:

@@ -213,13 +213,8 @@ class _Reader:
             return
         kind, block = str(name).removesuffix("_verbalizer"), str(name)
         if kind not in _KEYS["verbalizers"]:
-            self.miss(
-                "verbalizer",
-                (
-                    f"{name!r}: a run does not train a verbalizer, but uses its label words "
-                    "unchanged; the class is in bmforge.tune.prompt"
-                ),
-            )
+            why = "uses its label words unchanged; the class is in bmforge.tune.prompt"
+            self.miss("verbalizer", f"{name!r}: a run does not train a verbalizer, but {why}")
         if (words := self.take(f"{block}.label_words")) is not None:
             if not _are_texts(words):
                 raise ConfigError(

@@ -18,18 +18,10 @@ from bmforge.data.store.writer import best_dtype
 from bmforge.errors import ConfigError, DataError
 
 __all__ = [
-    "DistributedMMapIndexedDataset",
-    "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
-    "best_fitting_dtype",
-    "data_file_path",
-    "dataset_exists",
-    "get_available_dataset_impl",
-    "index_file_path",
-    "infer_dataset_impl",
-    "make_builder",
-    "make_dataset",
-]
+    "DistributedMMapIndexedDataset", "MMapIndexedDataset", "MMapIndexedDatasetBuilder",
+    "best_fitting_dtype", "data_file_path", "dataset_exists", "get_available_dataset_impl",
+    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset",
+]  # fmt: skip
 
 
 class MMapIndexedDataset(TokenStore):

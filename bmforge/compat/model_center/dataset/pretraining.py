@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,28 @@ __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "CPM2_Dataset"]
 _SEPARATOR = 4  # id of <sep>; a segment that ends with <sep> is predicted up to its end
 
 
-class CPM1_Dataset(Dataset[Any]):  # noqa: N801
+class _Pairs(Dataset[Any]):
+    """Base class of datasets of token sequences with targets; slices skip samples of None."""
+
+    ctx: Any
+    tgt: Any
+    skipped: ClassVar[dict[str, Any] | None] = None  # result for an index that is skipped
+
+    def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
+        raise NotImplementedError(f"{type(self).__name__} must implement `_row`.")
+
+    def __len__(self) -> int:
+        return len(self.ctx)
+
+    def __getitem__(self, index: Any) -> dict[str, Any] | None:
+        """Return one sample, or the stacked samples of a slice."""
+        if isinstance(index, int):
+            row = self._row(self.ctx[index], self.tgt[index])
+            return row or (self.skipped and dict(self.skipped))
+        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
+
+
+class CPM1_Dataset(_Pairs):  # noqa: N801
     """Token sequences and their targets, padded to the same length.
 
     Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
@@ -28,11 +49,10 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
         max_length: padded length; slices skip longer segments.
     """
 
+    skipped: ClassVar[dict[str, Any]] = {"ctx": None, "tgt": None, "len_ctx": None}
+
     def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
         self.ctx, self.tgt, self.max_length = ctx, tgt, max_length
-
-    def __len__(self) -> int:
-        return len(self.ctx)
 
     def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
         if max(len(ctx), len(tgt)) > self.max_length:
@@ -42,13 +62,6 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
             "tgt": _fill(tgt, self.max_length, IGNORE_INDEX),
             "len_ctx": len(ctx),
         }
-
-    def __getitem__(self, index: Any) -> dict[str, Any]:
-        """Return one sample, or the stacked samples of a slice."""
-        if isinstance(index, int):
-            row = self._row(self.ctx[index], self.tgt[index])
-            return row or {"ctx": None, "tgt": None, "len_ctx": None}
-        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
 
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
@@ -108,7 +121,7 @@ def stack_rows(rows: Any) -> dict[str, Any]:
 _VOCABULARY, _BLANKS = 26240, 190
 
 
-class CPM2_Dataset(Dataset[Any]):  # noqa: N801
+class CPM2_Dataset(_Pairs):  # noqa: N801
     """Pairs of sources and targets, padded to their maximum lengths.
 
     Indexing returns a dict with `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for
@@ -128,9 +141,6 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
         self.ctx, self.tgt = ctx, tgt
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
 
-    def __len__(self) -> int:
-        return len(self.ctx)
-
     def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
         longest = self.max_target_length
         if len(ctx) > self.max_source_length or len(tgt) > longest + 1:
@@ -141,12 +151,6 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
         length = min(len(tgt), longest)
         target[:length] = _renumber(tgt)[:length]
         return {"ctx": source, "tgt": target, "len_ctx": len(ctx), "len_tgt": length}
-
-    def __getitem__(self, index: Any) -> dict[str, Any] | None:
-        """Return one pair, or the stacked pairs of a slice."""
-        if isinstance(index, int):
-            return self._row(self.ctx[index], self.tgt[index])
-        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
 
 
 def _renumber(ids: Any) -> torch.Tensor:

@@ -31,22 +31,14 @@ _tokenizers: dict[str, Any] = {}  # directory -> tokenizer, loaded once per work
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments; if None, those of the process's command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--input", required=True, help="path of the text file, without uid and .txt"
-    )
+    parser.add_argument("--input", required=True, help="text file, without uid and .txt")
     parser.add_argument("--tokenizer_path", required=True, help="directory of CPM-1's tokenizer")
     parser.add_argument("--output_path", default=".", help="directory of the token store")
-    parser.add_argument(
-        "--output_prefix", default="cpm1_lm", help="prefix of the token store's name"
-    )
+    parser.add_argument("--output_prefix", default="cpm1_lm", help="prefix of the store's name")
     parser.add_argument("--dataset_impl", default="mmap", choices=get_available_dataset_impl())
-    parser.add_argument(
-        "--uid", type=int, default=0, help="number in the names of the text and the token store"
-    )
+    parser.add_argument("--uid", type=int, default=0, help="number of the text file")
     parser.add_argument("--workers", type=int, default=1, help="number of tokenizing processes")
-    parser.add_argument(
-        "--log_interval", type=int, default=10000, help="not used; a progress bar is shown"
-    )
+    parser.add_argument("--log_interval", type=int, default=10000, help="not used")
     return parser.parse_args(arguments)
 
 
