@@ -7,6 +7,7 @@ combination of the options in `rl`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.reference_model import make_reference_copy
 from bmforge.recipes.reward_scores import StepAggregation, check_columns, open_reward_sources
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -99,7 +101,8 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
     def open_scores(model: Any) -> PolicyScores:
         trains_base = config.adapter.kind is None
-        reference = open_reference(model, trains_base) if policy.beta else None
+        make_copy = partial(make_reference_copy, config, rows)
+        reference = open_reference(model, trains_base, make_copy) if policy.beta else None
         with_old = "old" in loader.names or policy.kl_in == "reward"
         if policy.advantage == "gae":
             objective.companion = open_value(config, model)

@@ -180,6 +180,35 @@ def test_layouts_write_the_same_answers_and_learn_the_same(
     assert texts[0] == texts[1]
 
 
+def _run_with_reference(place: Path, name: str, method: str, layout: Layout) -> None:
+    rl = PolicyConfig(beta=0.2)
+    config = make_config(place, name, 3, layout=layout, method=method, rl=rl, export=False)
+    recipe_of(place).run(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("rloo", Layout(zero=0)),
+        ("grpo", Layout(zero=3)),
+        ("grpo", Layout(tp=2)),
+        pytest.param("rloo", Layout(pp=2), marks=pytest.mark.long),
+        pytest.param("grpo", Layout(cp=2), marks=pytest.mark.long),
+    ],
+)
+def test_a_copied_reference_has_the_initial_weights_on_every_layout(
+    place: Path, method: str, layout: Layout, tmp_path: Path
+) -> None:
+    """The KL is 0 in the first step, and that of one process in the next ones."""
+    _run_with_reference(place, str(tmp_path / "alone"), method, Layout())
+    run_distributed(_run_with_reference, 2, place, str(tmp_path / "two"), method, layout)
+    alone, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two"))
+    assert abs(two[0]["kl"]) < 1e-6 < 1e-3 < abs(two[1]["kl"])
+    for one, other in zip(alone, two, strict=True):
+        assert other["kl"] == pytest.approx(one["kl"], rel=1e-3, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+
 def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
     recipe = find_recipe("distill", str(place / "model"), None, None)
     base = make_config(place, "distill", 12)
