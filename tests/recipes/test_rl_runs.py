@@ -174,6 +174,8 @@ def test_layouts_write_the_same_answers_and_learn_the_same(
     for one, other in zip(*rows, strict=True):
         assert other["reward"] == one["reward"]
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        length = 4 + one["completions/mean_length"]  # prompts have four tokens
+        assert one["tokens"] == other["tokens"] == pytest.approx(16 * length)
     files = [place / run / "completions.jsonl" for run in (f"alone_{name}", name)]
     tables = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     texts = [[row["completion"] for row in table if row["step"] == 1] for table in tables]
