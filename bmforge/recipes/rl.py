@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bmforge.align.advantages import check_group_size
 from bmforge.align.policy import PolicyConfig
 from bmforge.align.reinforcement import PolicyObjective, PolicyScores, open_reference
 from bmforge.align.rollout_config import RolloutConfig
@@ -83,6 +84,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "base model without its adapter, but these modules are trained in place. Leave one "
             "out."
         )
+    check_group_size(policy.advantage, config.rollout.num_generations)
     check_value(config, policy)
     run = RolloutRun(config, rows)
     check_columns(config.reward, run.columns)
