@@ -242,6 +242,7 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"train": TrainConfig()}, "disable_dropout"),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
         ({"rollout": RolloutConfig(num_generations=5, max_new_tokens=5)}, "num_generations=5"),
+        ({"rollout": RolloutConfig(num_generations=1, max_new_tokens=5)}, "least 2 answers"),
         ({"template": Path("chatml")}, "template='chatml' has no effect"),
     ],
 )
@@ -255,6 +256,7 @@ def test_what_cannot_run_is_refused_before_the_run(place: Path, changes: Any, wo
     ("fields", "words"),
     [
         ({"prompt": [{"role": "user", "content": "1", "name": "a"}]}, "line 1: .* field 'name'"),
+        ({"prompt": [{"role": "User", "content": "1"}]}, "line 1: message 1 has the role 'User'"),
         (
             {"prompt": [{"role": "user", "content": "1"}], "tools": "{"},
             "line 1: 'tools' is not JSON",
