@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bmforge.align.rewards import RewardSet, open_rewards, read_weight
+from bmforge.align.reward_names import read_weight
+from bmforge.align.rewards import RewardSet, open_rewards
 from bmforge.align.verifiers import COLUMN_KINDS, missing_column
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
