@@ -12,7 +12,6 @@ import json
 import math
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bmforge.align.reward_calls import STATE_ARGUMENT, RewardReply, call_reward
-from bmforge.align.verifiers import VERIFIERS
+from bmforge.align.reward_names import name_of, name_rewards, read_weight
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
@@ -33,7 +32,6 @@ __all__ = [
     "Scorer",
     "ToolProcess",
     "open_rewards",
-    "read_weight",
 ]
 
 Rewards = list[float | None]
@@ -49,24 +47,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Release the processes and models of the source."""
-
-
-def read_weight(spec: str) -> tuple[str, float]:
-    """Split a specification into its name and its weight (default: 1).
-
-    Raises:
-        ConfigError: the weight is not finite.
-    """
-    match = re.fullmatch(r"(.+)=([-+]?[\d.]+(?:[eE][-+]?\d+)?|[-+]?inf|nan)", spec)
-    if match is None:
-        return spec, 1.0
-    try:
-        weight = float(match[2])
-    except ValueError:
-        return spec, 1.0
-    if not math.isfinite(weight):
-        raise ConfigError(f"the weight of --reward {spec} must be a finite number.")
-    return match[1], weight
 
 
 class RewardProcess:
@@ -351,17 +331,13 @@ def open_rewards(
         ConfigError: no reward is given, or a reward cannot be loaded.
     """
     sources: dict[str, Scorer] = {}
-    weights = []
+    pairs = [read_weight(r) if isinstance(r, str) else (name_of(r), 1.0) for r in rewards]
+    names = name_rewards([spec for spec, _ in pairs])
     try:
-        for reward in rewards:
-            spec, weight = (
-                read_weight(reward) if isinstance(reward, str) else (_name_of(reward), 1.0)
-            )
-            name = _short_name(spec)
-            name = name if name not in sources else f"{name}_{len(sources)}"
+        for reward, name, (spec, weight) in zip(rewards, names, pairs, strict=True):
             sources[name] = _open(reward if callable(reward) else spec, timeout_s, open_model)
-            weights.append(weight)
-        return RewardSet(sources, weights, timeout_s)
+            get_logger().info("reward %s: %s, with weight %g", name, spec, weight)
+        return RewardSet(sources, [weight for _, weight in pairs], timeout_s)
     except BaseException:
         for source in sources.values():
             source.close()
@@ -383,17 +359,3 @@ def _open(
             )
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _short_name(spec: str) -> str:
-    """Return the short name of a reward for metrics: its function, file, verifier or host."""
-    if spec.startswith(("http://", "https://")):
-        return spec.split("://", 1)[1].split("/")[0]
-    kind, _, argument = spec.partition(":")
-    if kind in VERIFIERS:
-        return kind
-    return Path(argument).name if kind == "dir" else spec.rpartition(":")[2]

@@ -134,11 +134,6 @@ def check_task(command: Any) -> None:
         raise ConfigError(
             "--reference adapter needs an adapter. Add --adapter lora, or use --reference copy."
         )
-    if task == "rl" and command.reference == "copy" and command.gpus > 1:
-        raise ConfigError(
-            f"--task rl --reference copy supports only one process, not --gpus {command.gpus}. "
-            "Use --adapter lora --reference adapter, whose reference is the frozen base model."
-        )
     if command.value_model and task != "rl":
         raise ConfigError(f"--value-model has no effect with --task {task}. Leave it out.")
     if (command.teacher is not None) != (task == "distill"):

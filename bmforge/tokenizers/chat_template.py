@@ -48,6 +48,7 @@ class ChatTemplate:
     Attributes:
         source: Jinja source, also of the default template.
         variables: names of the variables that the template reads, such as ``tools``.
+        rendered_roles: roles whose messages were found to be part of rendered texts.
 
     Raises:
         ConfigError: the source is not a valid template.
@@ -68,6 +69,7 @@ class ChatTemplate:
             for role in _ROLES
             if role in tokens or role in ("bos", "eos", "unk", "pad")
         }
+        self.rendered_roles: set[str] = set()
         self._render: Render = self._write_plain
         self.variables: frozenset[str] = frozenset({"messages", "add_generation_prompt"})
         self.source = _plain_source(self._marks) if source is None else source

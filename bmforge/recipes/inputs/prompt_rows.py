@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,9 +99,11 @@ def encode_prompts(
         tools: schemas of the tools to use for conversations that define no tools.
 
     Raises:
-        DataError: the template does not read a field, or no prompt is short enough.
+        DataError: the template does not read a field, a record has other tools than `tools`, or no
+            prompt is short enough.
     """
     if tools is not None:
+        _check_tools(prompts, tools)
         prompts = [replace(p, tools=p.tools or tools) for p in prompts]
     rows = [_encode(prompt, tokenizer, template, data.ignore) for prompt in prompts]
     short = [row for row in rows if len(row.ids) <= data.seq_len]
@@ -118,9 +120,23 @@ def encode_prompts(
     return short
 
 
+def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `DataError` if a record describes a tool that is no function of the run."""
+    known = {tool["function"]["name"] for tool in tools}
+    for prompt in prompts:
+        names = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
+        if names - known:
+            raise DataError(
+                f"{prompt.source}: 'tools' describes {', '.join(sorted(names - known))}, but "
+                f"rollout.tools has only {', '.join(sorted(known))}. Add the function to "
+                "rollout.tools, or remove it from the record."
+            )
+
+
 def _encode(
     prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None, ignore: Sequence[str]
 ) -> PromptRow:
+    options: dict[str, Any] = {}
     if isinstance(prompt.content, str):
         ids: Sequence[int] = tokenizer.encode_prompt(prompt.content)
     else:
@@ -137,10 +153,11 @@ def _encode(
             check_fields(template, messages, prompt.tools, prompt.variables)
         except DataError as error:
             raise DataError(f"{prompt.source}: {error}") from error
-        ids = template.encode(messages, prompt.tools, **prompt.variables)[1]
+        options = {"tools": prompt.tools, **prompt.variables}
+        ids = template.encode(messages, **options)[1]
     if not ids:
         raise DataError(f"{prompt.source}: the prompt is empty. Remove it.")
-    return PromptRow(tuple(ids), prompt.content, prompt.columns)
+    return PromptRow(tuple(ids), prompt.content, prompt.columns, options)
 
 
 def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> list[int]:
