@@ -63,7 +63,7 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
         yield event(error_body(error))
         return
     if body.wants_usage:
-        yield event(head.as_json([], usage=usage_of(chat.live.completions())))
+        yield event(head.as_json([], usage=usage_of(chat.live.completions(), chat.span)))
     yield DONE
 
 

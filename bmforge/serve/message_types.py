@@ -181,14 +181,26 @@ class Message(SentBack):
 
         The template receives an image as a part of the type ``image``, without its data.
         """
-        unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
+        unread = {
+            "reasoning_content",
+            "reasoning",
+            "refusal",
+            "annotations",
+            "audio",
+            "function_call",
+            "parsed",
+        }
         fields = self.model_dump(exclude_none=True, exclude=unread)
         if self.images:
             image = {"type": "image"}
             parts = fields["content"]
             fields["content"] = [p if p["type"] == "text" else image for p in parts]
-        thoughts = self.reasoning_content or self.reasoning
-        return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
+        return {**fields, "reasoning_content": self.thoughts} if self.thoughts else fields
+
+    @property
+    def thoughts(self) -> str:
+        """Reasoning of the message; "" without reasoning."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:

@@ -54,7 +54,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         return Response(status_code=GONE)
     choices = [chat_choice(answer, chat.message(answer), body) for answer in answers]
     head = ResponseFields("chat.completion", body.model, "chatcmpl")
-    return JSONResponse(head.as_json(choices, usage=usage_of([answers])))
+    return JSONResponse(head.as_json(choices, usage=usage_of([answers], chat.span)))
 
 
 @router.post("/v1/completions")
