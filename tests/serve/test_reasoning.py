@@ -90,32 +90,30 @@ def test_reasoning_is_switched(start: Any, engine: Any, thinking: Path) -> None:
 
 
 @given(
-    st.integers(1, 8), st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.integers(0, 8), st.lists(st.integers(0, 3), min_size=1, max_size=3),
     st.lists(st.integers(0, 3), max_size=2), st.lists(st.integers(0, 3), max_size=14),
 )  # fmt: skip
 def test_a_budget_of_thoughts(limit: int, end: list[int], start: list[int], ids: list[int]) -> None:
     """Written with the budget, reasoning that has begun ends by itself or at the limit."""
     budget = ReasoningSpan(tuple(end), tuple(start), limit)
     written: list[int] = []
-    for id in [*ids, *[0] * 20]:
+    free, last = [*ids, *[0] * 20], len(start) + limit
+    for id in free:
         forced = budget.next_token(written)
         written.append(id if forced is None else forced)
-    begun = written[: len(start)] == start and len(start) <= limit
-    free = [*ids, *[0] * 20]
-    if not begun:
-        return
-    ends_itself = any(
-        free[at : at + len(end)] == end for at in range(len(start), limit) if at + len(end) <= limit
-    )
-    if ends_itself:
+    if free[: len(start)] != start:
         assert written == free
-    else:
-        found = [at for at in range(len(start), limit + 1) if written[at : at + len(end)] == end]
-        assert found, (written, end)
+        return
+    places = range(len(start), len(written))
+    found = next((at for at in places if written[at : at + len(end)] == end), None)
+    assert found is not None
+    assert found <= last, (written, end)
+    assert written[:found] == free[:found]
+    assert budget.count(written) == found - len(start) <= limit
 
 
 def test_budgets_that_are_refused() -> None:
-    for limit, end in ((0, (1,)), (1, ())):
+    for limit, end in ((-1, (1,)), (1, ())):
         with pytest.raises(ConfigError):
             ReasoningSpan(end, (), limit)
 

@@ -21,7 +21,7 @@ class ReasoningSpan:
     Args:
         end: token ids of the text that ends the reasoning, such as ``</think>``.
         start: token ids of the text that begins the reasoning; empty if the prompt contains them.
-        max_tokens: maximum number of answer tokens before `end`; None for no limit.
+        max_tokens: maximum number of tokens between `start` and `end`; None for no limit.
     """
 
     end: tuple[int, ...]
@@ -29,17 +29,19 @@ class ReasoningSpan:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a limit below 1 or an empty end."""
-        if not self.end or (self.max_tokens is not None and self.max_tokens < 1):
+        """Raise `ConfigError` for a negative limit or an empty end."""
+        if not self.end or (self.max_tokens is not None and self.max_tokens < 0):
             raise ConfigError(
-                f"ReasoningSpan: max_tokens={self.max_tokens} must be at least 1, and "
+                f"ReasoningSpan: max_tokens={self.max_tokens} must be at least 0, and "
                 f"end={self.end} must contain at least one token."
             )
 
     def next_token(self, ids: Sequence[int]) -> int | None:
         """Return the token that must follow the given answer tokens; None if any token may."""
-        limit = self.max_tokens
-        if limit is None or len(ids) < limit or tuple(ids[: len(self.start)]) != self.start:
+        if self.max_tokens is None or tuple(ids[: len(self.start)]) != self.start:
+            return None
+        limit = len(self.start) + self.max_tokens
+        if len(ids) < limit:
             return None
         if self._find_end(ids[: limit + len(self.end) - 1]) is not None:
             return None  # it ended by itself, possibly across the limit
