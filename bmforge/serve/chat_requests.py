@@ -123,15 +123,15 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         span = find_span(body, prompt, engine.tokenizer)
         # A required tool call has no reasoning; other constraints apply to the text after it.
         is_apart = rule is not None and not prompt.has_thought
-        is_spanned = is_apart or body.thinking_token_budget is not None
-        thoughts = span if is_spanned and tools.rule is None else None
+        is_limited = span is not None and span.max_tokens is not None
+        thoughts = span if (is_apart or is_limited) and tools.rule is None else None
         form = tools.form
         marks = (*(prompt.thought_marks or ()), *((*form.open, form.close) if form else ()))
         hidden = hidden_ids(body, engine.tokenizer, marks)
         limits = salt, config.timeouts.request_s, served.delta, thoughts, hidden
         engine_request = EngineRequest(prompt.ids, options, rule, *limits, prompt.inputs)
         live = await start(serving, [engine_request], len(prompt.ids), begin)
-        live.key = key_of(request)
+        live.key, live.ping_s = key_of(request), body.sse_ping_interval
         stack.callback(serving.end, live)
         return RunningChat(serving, live, tools, prompt, span, stack.pop_all(), body)
 
@@ -154,6 +154,7 @@ def find_span(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Reaso
         RequestError: the model does not reason, so that the limit would have no effect.
     """
     most, marks = body.thinking_token_budget, prompt.thought_marks
+    most = None if most == -1 else most
     if marks is not None:
         start, end = (tuple(tokenizer.encode_chat(mark)) for mark in marks)
         return ReasoningSpan(end, () if prompt.is_thinking else start, most)
