@@ -201,7 +201,8 @@ def _sampling(body: Writing) -> dict[str, Any]:
         "top_p": body.top_p,
         "min_p": body.min_p,
         "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "seed": None if body.seed is None else body.seed % (1 << 63),
+        # vLLM and llama.cpp choose a random seed for -1.
+        "seed": None if body.seed in (None, -1) else body.seed % (1 << 63),
     }
 
 
@@ -293,6 +294,8 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     try:
         if outputs.json_schema is not None:
             constraints[f"{name}.json"] = Constraint.json_schema(outputs.json_schema)
+        if outputs.json_object:
+            constraints[f"{name}.json_object"] = Constraint.json_schema({"type": "object"})
         if outputs.regex is not None:
             constraints[f"{name}.regex"] = Constraint.regex(outputs.regex)
         if outputs.choice is not None:
@@ -302,5 +305,7 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     except BmforgeError as error:
         raise RequestError(str(error), name, code="invalid_value") from error
     if not constraints:
-        raise RequestError(f"{name} has no constraint. Set json, regex, choice or grammar.", name)
+        raise RequestError(
+            f"{name} has no constraint. Set json, json_object, regex, choice or grammar.", name
+        )
     return constraints

@@ -20,7 +20,7 @@ from bmforge.serve.metrics import TokenTimes
 __all__ = ["GoneError", "LiveRequest", "LiveRequests", "unless_gone"]
 
 T = TypeVar("T")
-_PULSE_S = 10.0
+_PING_S = 10
 
 
 class GoneError(Exception):
@@ -40,6 +40,8 @@ class LiveRequest:
 
     Attributes:
         is_read: True if the client has received everything.
+        ping_s: interval of the pings of a silent stream in seconds; None for the default, -1 for
+            none.
         new_tokens: number of tokens generated so far, of all answers.
     """
 
@@ -53,6 +55,7 @@ class LiveRequest:
     ) -> None:
         self.handles, self.is_read = handles, False
         self.key, self._times = key, times
+        self.ping_s: int | None = None
         self.prompt_tokens, self.new_tokens = prompt_tokens, 0
         self._most, self._unread = max_unread_bytes, 0
         self._pieces: deque[tuple[int, OutputDelta]] = deque()
@@ -104,6 +107,7 @@ class LiveRequest:
         Raises:
             RequestError: the engine failed, or the client reads too slowly.
         """
+        interval = {-1: None, None: _PING_S}.get(self.ping_s, self.ping_s)
         while True:
             while self._pieces:
                 number, piece = self._pieces.popleft()
@@ -120,7 +124,7 @@ class LiveRequest:
                 continue
             self._came.clear()
             try:
-                await asyncio.wait_for(self._came.wait(), _PULSE_S)
+                await asyncio.wait_for(self._came.wait(), interval)
             except TimeoutError:
                 yield None
 

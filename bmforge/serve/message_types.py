@@ -19,7 +19,8 @@ __all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
     """Add the fields of `neutral_fields` to the JSON schema of a request type."""
     for name, field in model.neutral_fields.items():
-        schema["properties"][name] = {"enum": [*field.values, None], "description": field.reason}
+        values = {} if field.is_hint else {"enum": [*field.values, *field.idle_values, None]}
+        schema["properties"][name] = {**values, "description": field.reason}
 
 
 class Strict(BaseModel):
@@ -50,7 +51,7 @@ class Strict(BaseModel):
         neutral = cls.neutral_fields.keys() & value.keys()
         for name in sorted(neutral):
             field = cls.neutral_fields[name]
-            if not field.accepts(value[name]):
+            if not field.accepts(value[name], value):
                 context = {"field": name, "allowed": field.allowed, "reason": field.reason}
                 raise PydanticCustomError("neutral_field", "not neutral", context)
         value = {name: item for name, item in value.items() if name not in neutral}
@@ -81,6 +82,7 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: None = None  # vLLM
 
 
 class Tool(Strict):
@@ -88,6 +90,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    defer_loading: None = None
 
 
 class FunctionName(Strict):
@@ -181,14 +184,26 @@ class Message(SentBack):
 
         The template receives an image as a part of the type ``image``, without its data.
         """
-        unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
+        unread = {
+            "reasoning_content",
+            "reasoning",
+            "refusal",
+            "annotations",
+            "audio",
+            "function_call",
+            "parsed",
+        }
         fields = self.model_dump(exclude_none=True, exclude=unread)
         if self.images:
             image = {"type": "image"}
             parts = fields["content"]
             fields["content"] = [p if p["type"] == "text" else image for p in parts]
-        thoughts = self.reasoning_content or self.reasoning
-        return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
+        return {**fields, "reasoning_content": self.thoughts} if self.thoughts else fields
+
+    @property
+    def thoughts(self) -> str:
+        """Reasoning of the message; "" without reasoning."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:

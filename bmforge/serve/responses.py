@@ -80,7 +80,8 @@ def _head(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str) -> dict[str, Any]:
-    usage = usage_of(chat.live.completions())
+    usage = usage_of(chat.live.completions(), chat.span)
+    thoughts = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     is_whole = reason == "stop"
     return head | {
         "status": "completed" if is_whole else "incomplete",
@@ -90,7 +91,7 @@ def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": thoughts,
             "total_tokens": usage["total_tokens"],
         },
     }

@@ -10,7 +10,7 @@ from pydantic import Field
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
 from bmforge.serve.neutral_fields import RESPONSES_FIELDS
-from bmforge.serve.openai_types import ChatRequest, make_chat
+from bmforge.serve.openai_types import ChatRequest, Effort, VLLMSampling, make_chat
 
 __all__ = ["ResponsesRequest", "responses_chat"]
 
@@ -96,6 +96,9 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: None = None
+    allowed_callers: None = None
+    output_schema: None = None
 
 
 class NamedTool(Strict):
@@ -125,7 +128,9 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """Options of the model's reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -136,7 +141,7 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(VLLMSampling):
     """Request for a response."""
 
     neutral_fields = RESPONSES_FIELDS
@@ -193,6 +198,7 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        **body.model_dump(include=set(VLLMSampling.model_fields), by_alias=True),
     }
     return make_chat({name: value for name, value in fields.items() if value is not None})
 

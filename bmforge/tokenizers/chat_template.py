@@ -139,14 +139,14 @@ class ChatTemplate:
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: beginning of the answer, which the model continues.
+            begin: beginning of the answer, which the model continues. The caller escapes the names
+                of special tokens in it, see `escape_specials`.
 
         Raises:
             DataError: the template refuses this conversation, or exceeds its limits.
         """
         if not self._parse_special:
             messages = [_escape(self._tokenizer, message) for message in messages]
-            begin = self._tokenizer.escape_specials(begin)
         text = self.render(messages, add_generation_prompt=True, tools=tools, **variables) + begin
         return text, self._tokenizer.encode_chat(text)
 
