@@ -40,6 +40,7 @@ from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenize import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
+from bmforge.host_memory import give_back_memory
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.prepare_settings import PrepareConfig
 from bmforge.tokenizers import Tokenizer
@@ -221,6 +222,7 @@ def run_stages(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained.save_pretrained(folder)
+        give_back_memory()  # training leaves some hundred MB, which the workers need
         return {"files": digest_files(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
