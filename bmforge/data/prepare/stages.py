@@ -148,7 +148,7 @@ def make_keys(
     near_duplicates = [make_key("near_duplicates", sketches)] if near else []
     left = near_duplicates[0] if near else duplicates
     least = repeats.repeated_spans, repeats.repeated_paragraphs
-    spans = [make_key("spans", left, least)] if any(least) else []
+    spans = [make_key("spans 2", left, least)] if any(least) else []
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
     trained = [config.vocab_size, asdict(config.bpe)]
@@ -273,6 +273,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
             fraction=config.validation_fraction,
             seed=config.seed,
             bound_bytes=SORT_BYTES,
+            repeats=repeats,
         ),
     )
     if config.validation_fraction > 0 and not split["has_any"]:
