@@ -272,6 +272,17 @@ def test_archives_and_packings(tmp_path: Path) -> None:
     assert report.funnel.dropped["archive_link"].documents == 1
 
 
+def test_an_archive_of_macos_is_read(tmp_path: Path) -> None:
+    """Its files of attributes have the names of texts; each is named, and none ends the run."""
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("one.txt", b"The text of the first file is longer than its attributes.")
+        archive.writestr("__MACOSX/._one.txt", bytes.fromhex("00051607 00020000") + b"Mac OS X")
+    report = prepare(tmp_path, tmp_path / "out", PrepareConfig(vocab_size=300))
+    assert report.documents == 1
+    assert report.funnel is not None
+    assert report.funnel.dropped["unknown_kind"].documents == 1
+
+
 def test_archives_in_archives_end(tmp_path: Path) -> None:
     content = b"deep down"
     for depth in range(7):

@@ -337,7 +337,7 @@ class MaskPrivate:
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may mask a text differently."""
-        return f"private=3 {self!r}"
+        return f"private=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the masked document, or a `Drop`, whose excerpt contains no private data."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalize import normalise
@@ -24,8 +25,10 @@ __all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choos
 
 REPEATED = "repeated_spans"  # rule name of documents whose text is all repeated
 SPANS = "spans"  # file name
+_SIZES = "sizes"  # file name
 _LEAST = 50  # tokens; shorter sequences often repeat by chance
 _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
+_SIZE = np.dtype([("position", "<i8"), ("text_bytes", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
@@ -64,17 +67,31 @@ class Repeats:
             first: first position of the range.
             count: number of documents in the range.
         """
-        rows = np.fromfile(self.path, dtype=_ROW)
-        begin, end = np.searchsorted(rows["position"], [first, first + count])
         spans: dict[int, Spans] = {}
-        for position, start, stop in rows[begin:end].tolist():
+        for position, start, stop in _read_range(self.path, _ROW, first, count).tolist():
             spans.setdefault(position, []).append((start, stop))
         return spans
+
+    def update_sizes(self, first: int, sizes_bytes: NDArray[np.int64]) -> None:
+        """Replace the sizes of texts by their sizes without the repeated spans.
+
+        Args:
+            first: position of the first document.
+            sizes_bytes: UTF-8 bytes per document; changed in place.
+        """
+        rows = _read_range(self.path.with_name(_SIZES), _SIZE, first, len(sizes_bytes))
+        sizes_bytes[rows["position"] - first] = rows["text_bytes"]
 
     def describe(self, document: Document) -> Drop:
         """Return a `Drop` that reports a document that consists only of repeated text."""
         bound = self.least.tokens or self.least.characters
         return Drop(REPEATED, None, bound, cut_excerpt(document.text))
+
+
+def _read_range(path: Path, row: np.dtype[np.void], first: int, count: int) -> NDArray[np.void]:
+    """Return the rows of the documents in a range, from a file sorted by position."""
+    rows = np.fromfile(path, dtype=row)
+    return rows[slice(*np.searchsorted(rows["position"], [first, first + count]))]
 
 
 def without(document: Document, spans: Spans) -> Document:
@@ -85,7 +102,7 @@ def without(document: Document, spans: Spans) -> Document:
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Find repeats; write their list, ``spans``, and the mask ``kept``.
+    """Find repeats; write their list, ``spans``, the new ``sizes``, and the mask ``kept``.
 
     Documents that consist only of repeats are dropped in the mask.
 
@@ -114,20 +131,23 @@ def choose_spans(
     folder.mkdir(parents=True, exist_ok=True)
     find_spans = _find_repeats(lambda: (document for _, document in kept()), least, folder)
     rows: list[tuple[int, int, int]] = []
+    sizes: list[tuple[int, int]] = []
     gone: list[int] = []
     changed, text_bytes = [0, 0], 0
     for position, document in kept():
         spans = find_spans(document)
         left = without(document, spans) if spans else document
         rows += [(position, start, end) for start, end in spans]
-        text_bytes += len(left.text.encode())
+        text_bytes += (size := len(left.text.encode()))
         if not left.text:
             gone.append(position)
         elif spans:
+            sizes.append((position, size))
             changed = [changed[0] + 1, changed[1] + len(document.text) - len(left.text)]
     files: dict[str, str] = {}
-    with write_hashed(folder / SPANS, files) as file:
-        file.write(np.array(rows, dtype=_ROW).tobytes())
+    for name, table in ((SPANS, np.array(rows, _ROW)), (_SIZES, np.array(sizes, _SIZE))):
+        with write_hashed(folder / name, files) as file:
+            file.write(table.tobytes())
     with new_mask(folder, "kept", len(mask), files) as after:
         after[:] = mask
         after[gone] = False
