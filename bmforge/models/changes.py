@@ -95,13 +95,11 @@ class Change:
                 f"a change has unknown or missing fields: {', '.join(wrong)} (allowed: "
                 f"{', '.join(sorted(fields))}; kind and where are required)."
             )
-        change = config_from_dict(cls, {**value, "where": _listed(value["where"])}, "change.")
+        where = value["where"]
+        where = [where] if isinstance(where, str) else where
+        change = config_from_dict(cls, {**value, "where": where}, "change.")
         find_kind(change.kind)
         return change
-
-
-def _listed(where: Any) -> Any:
-    return [where] if isinstance(where, str) else where
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
