@@ -61,7 +61,7 @@ class CohereConfig(LlamaLikeConfig):
 class Cohere(LlamaLike):
     """Command R with a language-model head."""
 
-    config_class = CohereConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = CohereConfig
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:

@@ -200,7 +200,7 @@ class Gemma3Config(LocalRotaryConfig):
 class Gemma(LlamaLike):
     """Gemma 1 with a language-model head."""
 
-    config_class = GemmaConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = GemmaConfig
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:

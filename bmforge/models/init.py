@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bmforge.nn.part import Derived, tensor_notes
-from bmforge.nn.random_init import copy_part_, draw_normal_, draw_tensor_, fill_
+from bmforge.nn.random_init import copy_part_, fill_, init_from_note_, sample_normal_
 from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
@@ -122,8 +122,8 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     owner, _, key = name.rpartition(".")
     note = tensor_notes(model.get_submodule(owner)).get(key)
     if note is not None:
-        base = f"{owner}.{note.draw.base}" if isinstance(note.draw, Derived) else name
-        draw_tensor_(tensor, name, note, model.init_std(base), seed)
+        base = f"{owner}.{note.initial.base}" if isinstance(note.initial, Derived) else name
+        init_from_note_(tensor, name, note, model.init_std(base), seed)
     elif not tensor.is_floating_point() or (
         key in model.get_submodule(owner)._buffers and not key.endswith("bias")
     ):
@@ -136,4 +136,4 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     elif name.endswith("bias"):
         fill_(tensor, 0.0)
     else:
-        draw_normal_(tensor, name, model.init_std(name), seed)
+        sample_normal_(tensor, name, model.init_std(name), seed)

@@ -113,7 +113,10 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
     """Resize the layers of a model (see `resize.resize_`)."""
     refuse_name(name)
     if getattr(model, "spec", None) is None:
-        raise ConfigError("this model cannot be resized (supported: model families of bmforge).")
+        raise ConfigError(
+            f"a {type(model).__name__} cannot be resized (supported: model families of bmforge). "
+            "Use another model."
+        )
     resize_(model, names, sizes)
 
 

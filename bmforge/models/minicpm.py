@@ -159,7 +159,7 @@ class MiniCPMConfig(LlamaLikeConfig):
 class MiniCPM(LlamaLike):
     """MiniCPM: Llama's blocks with scaled embeddings, residuals and logits."""
 
-    config_class = MiniCPMConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = MiniCPMConfig
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:

@@ -110,7 +110,7 @@ class OLMo3Config(LocalRotaryConfig):
 class OLMo2(LlamaLike):
     """OLMo 2 with a language-model head."""
 
-    config_class = OLMo2Config
+    config_class: ClassVar[type[LlamaLikeConfig]] = OLMo2Config
 
     @classmethod
     def make_block(cls, config: Any) -> BlockSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import llama_heads, llama_rules
+from bmforge.models.llama_like import llama_heads, llama_rules, preset_size
 from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, MLPSpec, MoESpec, NormSpec
@@ -53,14 +53,7 @@ class Qwen3MoeConfig(MixtralConfig):
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3-30b-a3b": {**_QWEN3, "num_layers": 48},
-        "qwen3-235b-a22b": {
-            **_QWEN3,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "expert_size": 1536,
-            "num_layers": 94,
-            "num_heads": 64,
-        },
+        "qwen3-235b-a22b": {**_QWEN3, **preset_size(4096, 12288, 94, 64, 4), "expert_size": 1536},
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_rules, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    llama_heads,
+    llama_rules,
+    preset_size,
+    renamed,
+)
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
 
@@ -39,20 +46,9 @@ class Starcoder2Config(LlamaLikeConfig):
     hf_defaults: ClassVar[dict[str, Any]] = {"init_std": 0.018042}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "starcoder2-3b": {"rope_theta": 999999.4420358813},
-        "starcoder2-7b": {
-            "hidden_size": 4608,
-            "intermediate_size": 18432,
-            "num_layers": 32,
-            "num_heads": 36,
-            "num_kv_heads": 4,
-            "rope_theta": 1e6,
-        },
+        "starcoder2-7b": {**preset_size(4608, 18432, 32, 36, 4), "rope_theta": 1e6},
         "starcoder2-15b": {
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_layers": 40,
-            "num_heads": 48,
-            "num_kv_heads": 4,
+            **preset_size(6144, 24576, 40, 48, 4),
             "rope_theta": 1e5,
             "tie_word_embeddings": False,
         },

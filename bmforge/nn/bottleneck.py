@@ -175,7 +175,7 @@ class Bottleneck(AdapterModule):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the tensors' initialization; all tensors are replicated."""
-        return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
+        return {key: TensorNote(initial) for key, (_, initial) in self.shapes.items()}
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the adapter's output, which is added to the module's output."""

@@ -111,7 +111,7 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
     sizes = linear_sizes(module)
     if sizes is None or getattr(module, "applies_adapters", False):
         raise ConfigError(
-            f"channel scales support only linear layers of a block, but {name} is a "
+            f"IA3 supports only linear layers of a block, but {name} is a "
             f"{type(module).__name__}. Choose other targets."
         )
     into = any(f".{name}".endswith(f".{ending}") for ending in options.into)

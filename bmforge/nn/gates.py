@@ -63,8 +63,7 @@ class HardConcrete(nn.Module):
         self.gate_name, self.units, self.width = name, units, width or units
         if self.width % units:
             raise ConfigError(
-                f"the {self.width} features of {name} cannot be divided into {units} gates of "
-                "equal size."
+                f"width={self.width} of the gates {name} must be a multiple of units={units}."
             )
         self.start = log_alpha_of(start)
         self.delta = nn.Parameter(torch.zeros(units))

@@ -94,7 +94,8 @@ class PackedStore(nn.Module):
     def _add_matrix(self, prefix: str, shape: tuple[int, ...], device: Any) -> None:
         """Create the uninitialized parameters of one matrix or of a stack of matrices."""
         *stack, rows, columns = shape
-        self._check_width(columns)
+        if problem := self.spec.problem(columns):
+            raise ConfigError(f"{problem}.")
         for key, sizes in packed_shapes(rows, columns, self.spec).items():
             each = 1 if key == "packed" else self.spec.scale_type.itemsize
             shape = (*stack, *sizes[:-1], sizes[-1] * each)
@@ -106,10 +107,6 @@ class PackedStore(nn.Module):
     @abstractmethod
     def plain(self, key: str) -> Tensor:
         """Return the dequantized value, in fp32, of a parameter of the unquantized module."""
-
-    def _check_width(self, columns: int) -> None:
-        if problem := self.spec.problem(columns):
-            raise ConfigError(f"{problem}.")
 
     def _tensors(self, prefix: str = "") -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the packed integers, and the scales and minima as floats."""

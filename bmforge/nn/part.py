@@ -40,17 +40,17 @@ class Derived:
     Args:
         base: name of the source tensor within the module.
         shape: global shape of the source tensor.
-        turn: function (rows of the source tensor) that computes entries of this tensor.
+        compute: function (rows of the source tensor) that computes entries of this tensor.
         rows_each: number of source rows per entry of this tensor's first dim; the last entry
             may use fewer.
 
     Shape:
-        turn: (rows_each * entries, ...) -> (entries, ...)
+        compute: (rows_each * entries, ...) -> (entries, ...)
     """
 
     base: str
     shape: tuple[int, ...]
-    turn: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor], Tensor]
     rows_each: int = 1
 
 
@@ -59,14 +59,14 @@ class TensorNote:
     """Describes the initialization and sharding of one tensor of an adapter or replacement.
 
     Args:
-        draw: initial value: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
+        initial: initial values: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
             of N(0, std^2), or a `Derived` source.
         cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
             of this tensor. With other styles the tensor is replicated.
         trains: True if training may change it.
     """
 
-    draw: str | float | Derived
+    initial: str | float | Derived
     cuts: Mapping[str, int] = field(default_factory=dict)
     trains: bool = True
 

@@ -23,7 +23,7 @@ from bmforge.nn import Block
 from bmforge.nn.gates import HardConcrete, HeadDims, HiddenWidth
 from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
@@ -78,7 +78,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             owner.add_module(_NAMES[kind].rpartition(".")[2], gate)
         if not gate.delta.is_meta:
             note = gate.tensor_notes()["delta"]
-            draw_tensor_(gate.delta, f"{name}.{_NAMES[kind]}.delta", note, 0.0, seed)
+            init_from_note_(gate.delta, f"{name}.{_NAMES[kind]}.delta", note, 0.0, seed)
     for name, kind in sorted(gates):  # "heads" after "dims": the last input hook runs first
         _apply_(gates[name, kind], kind, blocks[name])
     return gates | hidden
@@ -90,7 +90,7 @@ def _put_hidden(model: Any, seed: int) -> HiddenWidth:
     gate = HiddenWidth("hidden", model.config.hidden_size).to(device=like.device, dtype=like.dtype)
     attach_hidden_gate_(model, gate.train(model.training))
     if not gate.delta.is_meta:
-        draw_tensor_(gate.delta, f"{CHILD}.delta", gate.tensor_notes()["delta"], 0.0, seed)
+        init_from_note_(gate.delta, f"{CHILD}.delta", gate.tensor_notes()["delta"], 0.0, seed)
     return gate
 
 

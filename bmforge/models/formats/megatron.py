@@ -227,7 +227,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
     if wrong:
         raise CheckpointError(
             f"{str(path)!r} has tensors with more than two dims, which are not supported: "
-            f"{', '.join(wrong[:5])}."
+            f"{', '.join(wrong[:5])}. Use shards of CPM-1, CPM-2 or EVA."
         )
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 

@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.nn.low_rank import settle_low_rank_
 from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
@@ -238,7 +238,7 @@ class AttachedDelta:
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
-                    draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
+                    init_from_note_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
             settle_low_rank_(self.model.get_submodule(owner), part)
             settle_rows_(self.model.get_submodule(owner), part)
         return self

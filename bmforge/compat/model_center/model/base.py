@@ -76,7 +76,7 @@ class BaseModel(nn.Module):
         self.config = config
         self.model = self._draw(config) if model is None else model
         self.cls_projection = self._take_classifier() if config.cls_head else None
-        self.head = self._read_head()
+        self.head = self._take_head()
         if self._has_old_names():
             self.register_load_state_dict_pre_hook(rename_loaded_)
             self.register_state_dict_post_hook(rename_saved_)
@@ -98,7 +98,7 @@ class BaseModel(nn.Module):
         """Create a randomly initialized bmforge model."""
         return draw_model(config, config.native())
 
-    def _read_head(self) -> nn.Module | None:
+    def _take_head(self) -> nn.Module | None:
         """Detach the language-model head from the model, and return the head."""
         name = next((name for name in _HEADS if name in self.model._modules), None)
         head = None if name is None else self.model._modules.pop(name)

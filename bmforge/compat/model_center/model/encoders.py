@@ -166,7 +166,7 @@ class ViT(BaseModel):
             proj=model.embed_patches, cls_token=model.embed_class, pos_embed=model.embed_positions
         )
 
-    def _read_head(self) -> nn.Module | None:
+    def _take_head(self) -> nn.Module | None:
         return None
 
     def forward(
