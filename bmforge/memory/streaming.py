@@ -271,7 +271,10 @@ def _find_blocks(
         )
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks to stream.")
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks to stream. Name the modules to stream "
+            "with blocks, or load the model without streaming."
+        )
     return selected
 
 

@@ -266,7 +266,8 @@ def _check_unchanged(task: DocumentsTask) -> None:
             status = os.stat(path)
         except OSError as error:
             raise DataError(
-                f"file {path!r} was removed while it was being read ({error})."
+                f"file {path!r} was removed while it was being read ({error}). Restore the file, "
+                "and run the command again."
             ) from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
             raise DataError(
