@@ -102,23 +102,23 @@ class Streamer:
         self._enter(number, is_backward)
         out = inner(*args, **kwargs)
         if not is_backward:  # backward still computes gradients with the weights
-            self._ask_for(self._order.coming(len(self._slots), with_this=False))
+            self._request(self._order.coming(len(self._slots), with_this=False))
         return out
 
     def _enter(self, number: int, is_backward: bool) -> None:
         """Wait for the weights of block `number` and start copying those of the next blocks."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
         self._order.enter(BlockExecution("backward" if is_backward else phase, number))
-        self._ask_for(self._order.coming(len(self._slots), with_this=True))
+        self._request(self._order.coming(len(self._slots), with_this=True))
         slot = self._slot_of(number)
         assert slot is not None
         if not slot.is_shown:
-            self._arrive(slot)
+            self._wait_for(slot)
             self.blocks[number].show(slot.memory)
             slot.is_shown = True
         self.engine.note("computes", f"block {number}")
 
-    def _ask_for(self, numbers: Sequence[int]) -> None:
+    def _request(self, numbers: Sequence[int]) -> None:
         """Start copying missing blocks into slots whose current blocks are not needed soon."""
         free = [slot for slot in self._slots if slot.block not in numbers]
         missing = [number for number in numbers if self._slot_of(number) is None]
@@ -168,7 +168,7 @@ class Streamer:
         for name, view in views.items():
             self.read(name, view)
 
-    def _arrive(self, slot: Slot) -> None:
+    def _wait_for(self, slot: Slot) -> None:
         """Wait until the requested block is in its slot."""
         ticket, slot.ticket = slot.ticket, None
         assert ticket is not None
@@ -271,7 +271,10 @@ def _find_blocks(
         )
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks to stream.")
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks to stream. Name the modules to stream "
+            "with blocks, or load the model without streaming."
+        )
     return selected
 
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.models.changes import freeze_base_
 from bmforge.parallel import Layout
-from bmforge.surgery import find_modules, persistent_tensors
+from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import (
@@ -36,7 +35,7 @@ from bmforge.testing.changed_models import (
 )
 from bmforge.testing.layouts import check_suite, train_and_save
 from bmforge.testing.pool import run_distributed
-from bmforge.testing.suite_base import SuiteBase
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["ChangedSuite"]
@@ -134,17 +133,9 @@ class ChangedSuite(SuiteBase):
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
-        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            model,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, blocks = stream_all_blocks_(model)
         engine = make_copy_engine(torch.device("cpu"), records=True)
-        units = list(blocks.values())
-        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        apply_activation_offload_(blocks, engine, keep_last=0, smallest_elements=1)
         assert_equal_trees(run_step_of(model, batch), want)
         assert engine.events
         streamer.close()

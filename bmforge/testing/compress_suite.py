@@ -22,14 +22,13 @@ from bmforge.compress import (
     StructureConfig,
     compress,
 )
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.nn import MoE
 from bmforge.nn.packed_store import PackedStore
-from bmforge.surgery import find_modules, persistent_tensors
+from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import list_outputs, widen
-from bmforge.testing.suite_base import SuiteBase
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["CompressSuite"]
@@ -108,14 +107,7 @@ class CompressSuite(SuiteBase):
         again = self.model_class.from_pretrained(folder)
         assert_equal_trees(persistent_tensors(again), persistent_tensors(small))
         assert_equal_trees(list_outputs(again(**inputs)), want)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(again).items()}
-        blocks = find_modules(again, globs=again.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            again,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, _ = stream_all_blocks_(again)
         assert_close(list_outputs(again(**inputs)), want)
         streamer.close()
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig
 from bmforge.nn.latent_attention import LatentAttention
-from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import run_step_of, widen
 from bmforge.testing.layouts import check_suite
-from bmforge.testing.suite_base import SuiteBase
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (
     IA3,
@@ -219,14 +217,7 @@ class DeltaSuite(SuiteBase):
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
-        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            model,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, _ = stream_all_blocks_(model)
         assert_equal_trees(run_step_of(model, batch), want)
         streamer.close()
 

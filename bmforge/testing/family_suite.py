@@ -13,10 +13,8 @@ import torch
 
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, init_weights_
 from bmforge.parallel import Layout
-from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.compress_suite import CompressSuite
@@ -27,6 +25,7 @@ from bmforge.testing.native_suite import NativeSuite
 from bmforge.testing.prompt_suite import PromptSuite
 from bmforge.testing.quantized_suite import QuantizedSuite
 from bmforge.testing.serving_suite import ServingSuite
+from bmforge.testing.suite_base import stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["FamilySuite"]
@@ -192,18 +191,10 @@ class FamilySuite(
         """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
-        values = {name: t.detach().clone() for name, t in persistent_tensors(tiny).items()}
         want = _loss_and_gradients(tiny, batch)
-        host, blocks = (
-            torch.device("cpu"),
-            find_modules(tiny, globs=tiny.layout_rules().recompute_units),
-        )
-        streamer = stream_blocks_(
-            tiny, lambda name, out: out.copy_(values[name]), device=host, blocks=list(blocks)
-        )
-        engine = make_copy_engine(host, records=True)
-        units = list(blocks.values())
-        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        streamer, blocks = stream_all_blocks_(tiny)
+        engine = make_copy_engine(torch.device("cpu"), records=True)
+        apply_activation_offload_(blocks, engine, keep_last=0, smallest_elements=1)
         assert_equal_trees(_loss_and_gradients(tiny, batch), want)
         assert engine.events
         streamer.close()

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from bmforge.infer import generate
+from bmforge.memory.streaming import Streamer, stream_blocks_
 from bmforge.models import Model, ModelConfig
+from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_batch
 
-__all__ = ["SuiteBase"]
+__all__ = ["SuiteBase", "stream_all_blocks_"]
 
 _WIDTH = 32  # columns per group of quantized weights
 _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "embed_size")
@@ -49,3 +52,16 @@ class SuiteBase:
         if not model.traits.writes:
             return None
         return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
+
+
+def stream_all_blocks_(model: Model) -> tuple[Streamer, list[nn.Module]]:
+    """Stream a model's blocks from copies of their weights; return the streamer and the blocks."""
+    values = {name: t.detach().clone() for name, t in persistent_tensors(model).items()}
+    blocks = find_modules(model, globs=model.layout_rules().recompute_units)
+    streamer = stream_blocks_(
+        model,
+        lambda name, out: out.copy_(values[name]),
+        device=torch.device("cpu"),
+        blocks=list(blocks),
+    )
+    return streamer, list(blocks.values())

@@ -102,7 +102,8 @@ class ChatTemplate:
             return self._render(values if tools is None else {**values, "tools": tools})
         except Exception as error:  # a template may raise any exception
             raise DataError(
-                f"the chat template cannot render the conversation ({error})."
+                f"the chat template cannot render the conversation ({error}). Correct the messages "
+                "or the template."
             ) from error
 
     @cached_property

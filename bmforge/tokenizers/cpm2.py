@@ -9,9 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Self
 
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import ConfigError
 from bmforge.files import read_bytes
-from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    VocabularyTokenizer,
+    check_tokens,
+    open_directory,
+    parse_vocabulary,
+)
 from bmforge.tokenizers.word_encoder import CONTINUES, WordEncoder, has_chinese, ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
@@ -30,7 +36,7 @@ _EVA_TO = '!?""""""#$%&\'\'\'\'()*+,-/:;<=>@[\\]^_`{|}~'
 _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
-class CPM2Tokenizer(Tokenizer):
+class CPM2Tokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-2: jieba splits text into words, which are split by longest match.
 
     If the vocabulary has ``##`` tokens (2.1), they are used inside of words, and a space between
@@ -70,13 +76,8 @@ class CPM2Tokenizer(Tokenizer):
     def __init__(self, content: bytes, path: Path = Path(VOCABULARY_FILE)) -> None:
         self._content = content
         self._vocabulary = vocabulary = parse_vocabulary(content, path)
-        required = [self.roles[role] for role in self._required]
-        missing = [token for token in required if token not in vocabulary]
-        if missing:
-            raise DataError(
-                f"{str(path)!r} lacks the tokens {missing}, which {type(self).__name__} needs. Use "
-                "the vocab.txt of the model."
-            )
+        required = (self.roles[role] for role in self._required)
+        check_tokens(required, vocabulary, path, type(self).__name__)
         self._tokens = list(vocabulary)
         self._space_id = vocabulary[self.roles["space"]]
         self._has_form = re.compile("|".join(map(re.escape, self._forms)))
@@ -97,19 +98,6 @@ class CPM2Tokenizer(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self._tokens)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None if the vocabulary lacks the token."""
-        return self._vocabulary.get(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from token to id."""
-        return dict(self._vocabulary)
 
     @property
     def implies_spaces(self) -> bool:

@@ -9,9 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
-from bmforge.errors import DataError
 from bmforge.files import read_bytes
-from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    VocabularyTokenizer,
+    check_tokens,
+    open_directory,
+    parse_vocabulary,
+)
 from bmforge.tokenizers.longest_match import LongestMatcher
 from bmforge.tokenizers.word_encoder import WordEncoder, ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
@@ -21,15 +26,15 @@ __all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
 _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
-class CPMAntTokenizer(Tokenizer):
+class CPMAntTokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-Ant: jieba splits text into words, which are split by longest match.
 
     Decoding restores the text exactly if the vocabulary can represent it. The name of a special
     token in the text, such as ``<s>``, is encoded as characters, as in the original.
 
     Args:
-        content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a
-            newline.
+        content: contents of a vocab.txt, one token per line; ``</_>`` becomes the token for a
+            space, ``</n>`` that for a newline.
         path: path of the file, for error messages.
         new_words: True to detect words that jieba's dictionary lacks, as in the original; False to
             get the ids of transformers' CpmAntTokenizer, which does not.
@@ -60,12 +65,8 @@ class CPMAntTokenizer(Tokenizer):
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
     ) -> None:
         written = parse_vocabulary(content, path, skip_empty=True, strip=self._strips)
-        missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
-        if missing:
-            raise DataError(
-                f"{str(path)!r} lacks the tokens {missing}, which CPM-Ant needs. Use the vocab.txt "
-                "of a CPM-Ant model."
-            )
+        required = ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS)
+        check_tokens(required, written, path, type(self).__name__)
         self._content = content
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}
         self._tokens = list(self._vocabulary)
@@ -80,19 +81,6 @@ class CPMAntTokenizer(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self._tokens)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None; tokens contain unescaped spaces and newlines."""
-        return self._vocabulary.get(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return a dict from token to id; tokens contain unescaped spaces and newlines."""
-        return dict(self._vocabulary)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""

@@ -22,7 +22,12 @@ from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.shards import TOPICS, FileRange, Shard
 from bmforge.data.prepare.summary import Summary, group_of
 from bmforge.data.sources.document import Document, from_record, to_record
-from bmforge.data.sources.files import parse_record, python_topics, read_records
+from bmforge.data.sources.files import (
+    advise_skipping,
+    parse_record,
+    python_topics,
+    read_records,
+)
 from bmforge.data.sources.packed import open_unpacked
 from bmforge.data.sources.record import ReadOptions, Record, fail, show_name
 from bmforge.errors import DataError
@@ -150,7 +155,7 @@ def _process(
             parsed: Document | Drop = parse_record(record)
         except DataError as error:
             if not task.skip_bad:
-                raise
+                raise advise_skipping(error) from error
             parsed = Drop(UNREADABLE, None, None, str(error))
         if isinstance(parsed, Drop):
             yield unread, record.size_bytes, parsed
@@ -217,7 +222,7 @@ def _entries(
                 record = next(records, None)
             except DataError as error:
                 if not task.skip_bad:
-                    raise
+                    raise advise_skipping(error) from error
                 # The size of the lost end of a file is unknown.
                 is_whole = entry == first and span.begin == 0 and span.end < 0
                 yield entry, source, fail("1", _file_bytes(span) if is_whole else 0, error)
@@ -261,7 +266,8 @@ def _check_unchanged(task: DocumentsTask) -> None:
             status = os.stat(path)
         except OSError as error:
             raise DataError(
-                f"file {path!r} was removed while it was being read ({error})."
+                f"file {path!r} was removed while it was being read ({error}). Restore the file, "
+                "and run the command again."
             ) from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
             raise DataError(

@@ -153,7 +153,9 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:
-        raise DataError(f"file {str(path)!r} cannot be read ({error}).") from error
+        raise DataError(
+            f"file {str(path)!r} cannot be read ({error}). Check its permissions."
+        ) from error
     return _Cut(InputFile(*identity, digest), *parts)
 
 

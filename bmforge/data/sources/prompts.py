@@ -66,8 +66,8 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
             raise DataError(
-                f"{source}: the prompt must not end with a message of the assistant. Remove the "
-                "last message."
+                f"{source}: the prompt must not end with an assistant message. Remove the last "
+                "message."
             )
     elif not isinstance(content, str) or not content:
         raise DataError(

@@ -240,7 +240,8 @@ class Estimator:
         if batch % (replicas * choice.rows):
             raise ConfigError(
                 f"a batch of {batch} sequences does not divide into {replicas} data-parallel "
-                f"processes with micro-batches of {choice.rows} sequences."
+                f"processes with micro-batches of {choice.rows} sequences. Use a multiple of "
+                f"{replicas * choice.rows} sequences."
             )
         return batch // (replicas * choice.rows)
 

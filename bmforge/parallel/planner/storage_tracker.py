@@ -138,7 +138,7 @@ class Follower(TorchDispatchMode):
                 self.flops += again * (self.flops - before[0])
                 self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
+    def register(self, tensors: Iterable[Tensor]) -> None:
         """Register the storages of tensors that exist before the trace starts."""
         for tensor in tensors:
             storage = tensor.untyped_storage()

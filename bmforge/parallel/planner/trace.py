@@ -216,7 +216,7 @@ def _follow_step(
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
     with torch.no_grad():  # sharding slices parameters without autograd
-        follower.know(local_tensor(t) for t in persistent_tensors(model).values())
+        follower.register(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
     with follower:
         if setting.accumulates and not setting.piped:

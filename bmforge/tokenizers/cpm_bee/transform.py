@@ -72,7 +72,8 @@ class Transform:
         where = ".".join(target)
         if len(target) > MAX_NESTING:
             raise ConfigError(
-                f"the transform's target {where!r} is nested deeper than {MAX_NESTING} levels."
+                f"the transform's target {where!r} is nested deeper than {MAX_NESTING} levels. Use "
+                "fewer levels."
             )
         if isinstance(shape, Mapping):
             for key, value in shape.items():

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
-from bmforge.memory.state_storage import Home
+from bmforge.memory.state_storage import StateStorage
 from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
 from bmforge.records import laid_out, side_of
 from bmforge.shards import (
@@ -122,7 +122,7 @@ def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def _as_source(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Home):
+    if isinstance(value, StateStorage):
         return Source(parameter, value)
     return Source(value) if isinstance(value, Tensor) else value
 

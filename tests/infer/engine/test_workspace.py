@@ -43,7 +43,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 def follow(model: Any, run: Callable[[Any], Any]) -> int:
     """Bytes that are alive at once at most while a real model runs, without its weights."""
     follower = Follower()
-    follower.know(persistent_tensors(model).values())
+    follower.register(persistent_tensors(model).values())
     with torch.no_grad(), follower:
         run(model)
     return max(itertools.accumulate(size for size, _, _ in follower.events))
