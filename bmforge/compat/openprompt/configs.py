@@ -93,14 +93,14 @@ class _Reader:
     """
 
     def __init__(self, settings: dict[str, Any], out: Migrated, files_dir: Path) -> None:
-        self.given, self.out, self.files_dir = settings, out, files_dir
+        self.settings, self.out, self.files_dir = settings, out, files_dir
         self.put = out.put
         chosen = (settings.get(name) for name in ("template", "verbalizer", "calibrate"))
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
         """Remove a key; return its value, or `usual` if it is missing or None."""
-        value = self.given.pop(key, None)
+        value = self.settings.pop(key, None)
         return usual if value is None else value
 
     def miss(self, key: str, why: str) -> None:
@@ -321,7 +321,7 @@ class _Reader:
 
     def place_rest(self) -> None:
         """Record the remaining keys, each with the reason why it has no equivalent."""
-        for key, value in self.given.items():
+        for key, value in self.settings.items():
             if value is None:
                 continue
             why = _find_reason(key, _KEYS["needless"])

@@ -38,7 +38,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 from bmforge.models.stack import given_inputs
 
-__all__ = ["BaseModel", "define_model", "draw_model"]
+__all__ = ["BaseModel", "define_model", "init_model"]
 
 # Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
@@ -74,7 +74,7 @@ class BaseModel(nn.Module):
         super().__init__()
         self.__dict__["_modules"] = OldModules(self._modules)
         self.config = config
-        self.model = self._draw(config) if model is None else model
+        self.model = self._init_model(config) if model is None else model
         self.cls_projection = self._take_classifier() if config.cls_head else None
         self.head = self._take_head()
         if self._has_old_names():
@@ -94,9 +94,9 @@ class BaseModel(nn.Module):
         return InputEmbedding(self.model.embed)
 
     @classmethod
-    def _draw(cls, config: Config) -> Model:
+    def _init_model(cls, config: Config) -> Model:
         """Create a randomly initialized bmforge model."""
-        return draw_model(config, config.native())
+        return init_model(config, config.native())
 
     def _take_head(self) -> nn.Module | None:
         """Detach the language-model head from the model, and return the head."""
@@ -166,7 +166,7 @@ class BaseModel(nn.Module):
         """Build a randomly initialized model from a config file."""
         return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
 
-    def answer(
+    def build_output(
         self, hidden: Tensor, make_output: Callable[[Any], Any], options: CallOptions
     ) -> Any:
         """Build the result of a forward call: a `ModelOutput`, a tuple of values, or the logits.
@@ -187,10 +187,10 @@ class BaseModel(nn.Module):
         out = make_output(logits)
         return out if options.return_dict else tuple(out)
 
-    def answer_text(self, outputs: Any, text: TextInputs) -> Any:
-        """Build the result of a model with one text input; see `answer`."""
+    def build_text_output(self, outputs: Any, text: TextInputs) -> Any:
+        """Build the result of a model with one text input; see `build_output`."""
         last, layers = outputs.last_hidden_state, outputs.hidden_states
-        return self.answer(
+        return self.build_output(
             last, lambda logits: BaseModelOutput(last, text.cache, logits, layers), text.options
         )
 
@@ -270,7 +270,7 @@ class BaseModel(nn.Module):
         width = chosen.past + inputs.shape[1]
         return TextInputs(ids, embeds, inputs, width, self._open_cache(chosen, width), chosen)
 
-    def _read(self, text: TextInputs, mask: Tensor | None, **inputs: Any) -> Any:
+    def _run_model(self, text: TextInputs, mask: Tensor | None, **inputs: Any) -> Any:
         """Run the bmforge model."""
         return self.model(
             text.ids,
@@ -301,7 +301,7 @@ def define_model(name: str, base: type[Kind], config: type[Config]) -> type[Kind
     return type(name, (base,), {**attributes, "_CONFIG_TYPE": config})
 
 
-def draw_model(config: Config, native: ModelConfig) -> Model:
+def init_model(config: Config, native: ModelConfig) -> Model:
     """Create a bmforge model, initialized with torch's seed."""
     seed = torch.initial_seed() % (1 << 63)
     return config.kind().from_config(native, dtype=config.dtype, seed=seed)

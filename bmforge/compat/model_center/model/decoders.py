@@ -11,9 +11,9 @@ from bmforge.compat.model_center.model.base import BaseModel, define_model
 from bmforge.compat.model_center.model.inputs import (
     CallOptions,
     TextInputs,
+    expand_mask,
     lengths_to_mask,
     one_of,
-    spread_mask,
 )
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
 from bmforge.models import ModelOutput
@@ -59,7 +59,7 @@ class TextModel(BaseModel):
         text = self._take_text(input_ids, options)
         if attention_mask is None and length is not None:
             attention_mask = lengths_to_mask(length, text.width)
-        return self.answer_text(
+        return self.build_text_output(
             self._run(text, attention_mask, token_type_ids, position_ids, **own), text
         )
 
@@ -72,8 +72,8 @@ class TextModel(BaseModel):
     ) -> Any:
         """Run the bmforge model; see `forward` for the arguments."""
         if mask is not None and mask.dim() == 3:
-            mask = spread_mask(mask, text.given.shape[1])
-        return self._read(text, mask, position_ids=position_ids)
+            mask = expand_mask(mask, text.inputs.shape[1])
+        return self._run_model(text, mask, position_ids=position_ids)
 
 
 GPT2 = define_model("GPT2", TextModel, configs.GPT2Config)
@@ -144,7 +144,7 @@ class Seq2SeqModel(BaseModel):
         )
         last, encoded = outputs.last_hidden_state, outputs.encoder_last_hidden_state
         layers = outputs.encoder_hidden_states, outputs.hidden_states
-        return self.answer(
+        return self.build_output(
             last, lambda logits: Seq2SeqModelOutput(last, encoded, cache, logits, *layers), chosen
         )
 

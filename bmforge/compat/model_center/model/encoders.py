@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compat.model_center.model import config as configs
-from bmforge.compat.model_center.model.base import BaseModel, define_model, draw_model
+from bmforge.compat.model_center.model.base import BaseModel, define_model, init_model
 from bmforge.compat.model_center.model.decoders import TextModel
-from bmforge.compat.model_center.model.inputs import TextInputs, spread_mask
+from bmforge.compat.model_center.model.inputs import TextInputs, expand_mask
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
 from bmforge.errors import ConfigError
 from bmforge.models import Model
@@ -31,10 +31,10 @@ class EncoderModel(TextModel):
     own_inputs = ("output_pooler_output", "global_attention_mask")
 
     @classmethod
-    def _draw(cls, config: configs.Config) -> Model:
+    def _init_model(cls, config: configs.Config) -> Model:
         native = config.native()
-        bare = draw_model(config, native.replace(head="none"))
-        return _add_head(bare, draw_model(config, native.replace(head="masked_lm")))
+        bare = init_model(config, native.replace(head="none"))
+        return _add_head(bare, init_model(config, native.replace(head="masked_lm")))
 
     @classmethod
     def _open(cls, family: type[Model], directory: Path, config: configs.Config) -> Model:
@@ -90,11 +90,11 @@ class EncoderModel(TextModel):
         )
         return outputs if output_pooler_output else outputs._replace(pooler_output=None)
 
-    def answer_text(self, outputs: Any, text: TextInputs) -> Any:
-        """Build the result, with the pooler's output; see `answer`."""
+    def build_text_output(self, outputs: Any, text: TextInputs) -> Any:
+        """Build the result, with the pooler's output; see `build_output`."""
         last, pooled = outputs.last_hidden_state, outputs.pooler_output
         cache, layers = text.cache, outputs.hidden_states
-        return self.answer(
+        return self.build_output(
             last,
             lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
             text.options,
@@ -103,13 +103,13 @@ class EncoderModel(TextModel):
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
     """Return the attention mask in bmforge's format; with a cache, a pairwise mask."""
-    mask, inputs = attention_mask, text.given
+    mask, inputs = attention_mask, text.inputs
     if text.cache is not None:
         if mask is None:
             mask = inputs.new_ones(inputs.shape[0], text.width, dtype=torch.bool)
         if mask.dim() == 2:
             mask = mask[:, None].expand(-1, inputs.shape[1], -1)
-    return spread_mask(mask, inputs.shape[1]) if mask is not None and mask.dim() == 3 else mask
+    return expand_mask(mask, inputs.shape[1]) if mask is not None and mask.dim() == 3 else mask
 
 
 def _add_head(bare: Model, words: Any) -> Model:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmforge.infer.cache import KVCache
 
-__all__ = ["CallOptions", "TextInputs", "lengths_to_mask", "one_of", "spread_mask"]
+__all__ = ["CallOptions", "TextInputs", "lengths_to_mask", "one_of", "expand_mask"]
 
 # Arguments that ModelCenter accepted without using them.
 _UNUSED = (
@@ -66,7 +66,7 @@ class TextInputs(NamedTuple):
 
     Attributes:
         ids, embeds: token ids or embeddings; one of them is None.
-        given: `ids` or `embeds`, whichever is not None.
+        inputs: `ids` or `embeds`, whichever is not None.
         width: sequence length, including cached tokens.
         cache: KV cache to extend; if None, keys and values are not cached.
         options: options of the call.
@@ -74,7 +74,7 @@ class TextInputs(NamedTuple):
 
     ids: Tensor | None
     embeds: Tensor | None
-    given: Tensor
+    inputs: Tensor
     width: int
     cache: KVCache | None
     options: CallOptions
@@ -89,7 +89,7 @@ def lengths_to_mask(length: Tensor, width: int) -> Tensor:
     return (torch.arange(width, device=length.device)[None] < length[:, None]).long()
 
 
-def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
+def expand_mask(attention_mask: Tensor, length: int) -> Tensor:
     """Convert a pairwise mask to bmforge's format; fully masked queries attend to all keys.
 
     Shape:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bmforge.compat.model_center.model.base import BaseModel
 from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
 from bmforge.compat.model_center.model.decoders import TextModel
-from bmforge.compat.model_center.model.inputs import TextInputs, lengths_to_mask, spread_mask
+from bmforge.compat.model_center.model.inputs import TextInputs, expand_mask, lengths_to_mask
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError
 from bmforge.models import Model
@@ -113,7 +113,7 @@ class GLM(TextModel):
 class _OldCall(BaseModel):
     """Base class of models whose forward has an old and a new form; see the module docstring."""
 
-    def _see(
+    def _pairwise_mask(
         self,
         text: TextInputs,
         length: Tensor | None,
@@ -122,7 +122,7 @@ class _OldCall(BaseModel):
         span: Tensor | None,
     ) -> Tensor:
         """Return the pairwise attention mask, (B, past + T, past + T)."""
-        inputs, width = text.given, text.width
+        inputs, width = text.inputs, text.width
         if attention_mask is not None and attention_mask.dim() == 3:
             mask = attention_mask.bool()
         else:
@@ -193,8 +193,9 @@ class CPM1(_OldCall):
         if input is not None:
             options["return_logits"] = True
         text = self._take_text(input_ids if input is None else input, options)
-        mask = self._see(text, length, attention_mask, self._check_context(context), span)
-        return self.answer_text(self._read(text, spread_mask(mask, text.given.shape[1])), text)
+        mask = self._pairwise_mask(text, length, attention_mask, self._check_context(context), span)
+        outputs = self._run_model(text, expand_mask(mask, text.inputs.shape[1]))
+        return self.build_text_output(outputs, text)
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
         """Return the context mask; None for the original model, which does not support it."""
@@ -259,12 +260,12 @@ class CPM3(_OldCall):
         text = self._take_text(input_ids if input is None else input, options)
         segment = token_type_ids if segment is None else segment
         if segment is None:
-            shape = text.given.shape[0], text.width
-            segment = torch.zeros(shape, dtype=torch.long, device=text.given.device)
+            shape = text.inputs.shape[0], text.width
+            segment = torch.zeros(shape, dtype=torch.long, device=text.inputs.device)
         if context is None:
             context = torch.zeros_like(segment, dtype=torch.bool)
         reads = {"length": length, "context": context, "segment": segment, "span": span}
-        outputs = self._read(text, attention_mask, **reads)
+        outputs = self._run_model(text, attention_mask, **reads)
         if input is None:
-            return self.answer_text(outputs, text)
+            return self.build_text_output(outputs, text)
         return self.make_logits(outputs.last_hidden_state), outputs.last_hidden_state
