@@ -6,6 +6,7 @@ work on (B, T) tensors whose mask is 1 on the tokens of answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -129,7 +130,9 @@ class Policy:
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or a KL option without effect."""
-        wrong = [
+        numbers = {name: n for name, n in vars(self).items() if isinstance(n, float | int)}
+        wrong = [f"rl.{k}={n} must be finite" for k, n in numbers.items() if not math.isfinite(n)]
+        wrong += [
             f"rl.{name}={getattr(self, name)} must be at least {least}"
             for name, least in (("clip_low", 0), ("clip_high", 0), ("beta", 0))
             if getattr(self, name) < least

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -94,8 +95,11 @@ class RewardProcess:
         return reply
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, and the programs that the function has started."""
         if self._process is not None:
+            if hasattr(os, "killpg"):
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # the process leads its group
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -110,7 +114,8 @@ class RewardProcess:
             text=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C must not reach the process; the run closes it
+            # Ctrl-C must not reach the process; `close` kills the whole new process group.
+            start_new_session=True,
         )
         self._replies = queue.Queue()
         reader = threading.Thread(

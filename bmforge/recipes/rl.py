@@ -84,6 +84,11 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "base model without its adapter, but these modules are trained in place. Leave one "
             "out."
         )
+    if policy.correction != "none" and config.rollout.exact_logprobs:
+        raise ConfigError(
+            f"rl.correction={policy.correction} has no effect with rollout.exact_logprobs=True, "
+            "with which sampler and policy have equal log-probabilities. Leave one out."
+        )
     check_group_size(policy.advantage, config.rollout.num_generations)
     check_value(config, policy)
     run = RolloutRun(config, rows)

@@ -71,6 +71,12 @@ def check_rollouts(config: Any) -> None:
             "train.disable_dropout=False is not supported: with dropout, the policy of the "
             "loss would differ from the policy of the rollouts. Leave it out."
         )
+    if config.train.eval_every_steps is not None:
+        raise ConfigError(
+            f"train.eval_every_steps={config.train.eval_every_steps} has no effect in a run that "
+            "generates its own answers. Leave it out, and evaluate the exported model with "
+            "`bmforge evaluate`."
+        )
     if config.rollout.exact_logprobs:
         _check_exact(config, longest, limit)
 

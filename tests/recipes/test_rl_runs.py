@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,18 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"rollout": RolloutConfig(max_turns=3)}, "max_turns=3 has no effect"),
         ({"rollout": RolloutConfig(tool_timeout_s=3.0)}, "tool_timeout_s=3.0 has no effect"),
         ({"train": TrainConfig()}, "disable_dropout"),
+        (
+            {"train": TrainConfig(disable_dropout=True, eval_every_steps=1)},
+            "eval_every_steps=1 has no effect",
+        ),
+        ({"rl": PolicyConfig(beta=math.nan)}, "rl.beta=nan must be finite"),
+        (
+            {
+                "rl": PolicyConfig(correction="mask"),
+                "rollout": RolloutConfig(max_new_tokens=5, exact_logprobs=True),
+            },
+            "rl.correction=mask has no effect",
+        ),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
         ({"rollout": RolloutConfig(num_generations=5, max_new_tokens=5)}, "num_generations=5"),
         ({"rollout": RolloutConfig(num_generations=1, max_new_tokens=5)}, "least 2 answers"),

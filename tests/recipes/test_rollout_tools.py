@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, TrainConfig, read_metrics
 
 TOOLS = '''
+import subprocess
 import time
 
 def add(a: int, b: int = 1) -> int:
@@ -47,6 +49,12 @@ def fail():
 
 def hang():
     time.sleep(600)
+
+def run(line: str) -> str:
+    return subprocess.run(line, shell=True, capture_output=True, text=True).stdout
+
+def ask() -> str:
+    return input()
 '''
 # Calls have the marks of Hermes; results are messages of the role tool.
 TEMPLATE = (
@@ -123,6 +131,30 @@ def test_functions_run_in_processes_that_a_limit_kills(place: Path) -> None:
         with pytest.raises(TimeoutError):
             tools["hang"].call({}, 0.2)
         assert tools["add"].call({"a": 2, "b": 5}, 30) == "7"
+    finally:
+        for tool in tools.values():
+            tool.close()
+
+
+def test_programs_of_a_function_neither_read_calls_nor_outlive_the_limit(
+    place: Path, tmp_path: Path
+) -> None:
+    file = place / "tools.py"
+    tools = {name: ToolProcess(f"{file}:{name}") for name in ("run", "ask")}
+    try:
+        assert tools["run"].call({"line": "cat; echo done"}, 30) == "done\n"
+        with pytest.raises(RuntimeError, match="EOFError"):
+            tools["ask"].call({}, 30)
+        with pytest.raises(TimeoutError):
+            tools["run"].call({"line": f"echo $$ > {tmp_path}/pid; sleep 600"}, 2)
+        number = int((tmp_path / "pid").read_text())
+        for _ in range(100):
+            status = Path(f"/proc/{number}/stat")
+            if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the program of the function is still running")
     finally:
         for tool in tools.values():
             tool.close()
