@@ -18,6 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/completions": {"prompt": "a", "max_tokens": 3, "temperature": 0},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3, "temperature": 0},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": SAID},
     "/v1/embeddings": {"input": "a"},

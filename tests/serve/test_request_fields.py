@@ -46,6 +46,8 @@ HISTORIES = {
     ],
     "empty annotations": [{"role": "assistant", "content": "a", "annotations": []}],
     "reasoning": [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
+    "only reasoning": [{"role": "assistant", "content": None, "reasoning": "b"}],
+    "nothing written": [{"role": "assistant", "content": None, "tool_calls": []}],
     "index of a call": [
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
