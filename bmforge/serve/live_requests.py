@@ -61,6 +61,7 @@ class LiveRequest:
         self._pieces: deque[tuple[int, OutputDelta]] = deque()
         self._error: RequestError | None = None
         self._came = asyncio.Event()
+        self._when_done: Callable[[], object] | None = None
         loop = asyncio.get_running_loop()
         for number, handle in enumerate(handles):
             handle.watch(partial(self._wake, loop, number))
@@ -90,6 +91,17 @@ class LiveRequest:
                 "the client did not read the answer fast enough.", status=408
             )
         self._came.set()
+        self._check_done()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call a function on the event loop once the engine has finished all answers."""
+        self._when_done = call
+        self._check_done()
+
+    def _check_done(self) -> None:
+        if self._when_done is not None and self.done:
+            call, self._when_done = self._when_done, None
+            call()
 
     @property
     def done(self) -> bool:

@@ -167,7 +167,7 @@ class Message(SentBack):
 
     @model_validator(mode="after")
     def _fits(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise ValueError(f"content is required in a message with the role {self.role}.")
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("tool_calls is allowed only with the role assistant.")
@@ -198,6 +198,7 @@ class Message(SentBack):
             image = {"type": "image"}
             parts = fields["content"]
             fields["content"] = [p if p["type"] == "text" else image for p in parts]
+        fields.setdefault("content", "")
         return {**fields, "reasoning_content": self.thoughts} if self.thoughts else fields
 
     @property

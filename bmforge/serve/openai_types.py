@@ -180,7 +180,8 @@ class Writing(VLLMSampling):
     @property
     def wants_running_usage(self) -> bool:
         """True if every chunk of a stream contains the token usage so far."""
-        return self.wants_usage and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class ChatRequest(Writing):

@@ -12,7 +12,7 @@ from bmforge.serve.message_types import SentBack, Strict
 from bmforge.serve.neutral_fields import RESPONSES_FIELDS
 from bmforge.serve.openai_types import ChatRequest, Effort, VLLMSampling, make_chat
 
-__all__ = ["ResponsesRequest", "responses_chat"]
+__all__ = ["InputTokensRequest", "ResponsesRequest", "responses_chat"]
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -141,23 +141,28 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(VLLMSampling):
-    """Request for a response."""
+class InputTokensRequest(Strict):
+    """Request to count the tokens of a conversation."""
 
     neutral_fields = RESPONSES_FIELDS
     model: str
     input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+
+
+class ResponsesRequest(InputTokensRequest, VLLMSampling):
+    """Request for a response."""
+
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
     # Accepted and ignored, because nothing is stored.
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -171,7 +176,7 @@ class ResponsesRequest(VLLMSampling):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
 
 
-def responses_chat(body: ResponsesRequest) -> ChatRequest:
+def responses_chat(body: InputTokensRequest) -> ChatRequest:
     """Convert a responses request to a chat request.
 
     Raises:
@@ -189,17 +194,20 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
         "tools": _tools(body),
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        **body.model_dump(include=set(VLLMSampling.model_fields), by_alias=True),
     }
+    if isinstance(body, ResponsesRequest):
+        fields |= {
+            "max_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stream": body.stream,
+            **body.model_dump(include=set(VLLMSampling.model_fields), by_alias=True),
+        }
     return make_chat({name: value for name, value in fields.items() if value is not None})
 
 
@@ -244,19 +252,19 @@ def _text(content: str | Sequence[InputText | InputImage]) -> str:
     return "".join(part.text or part.refusal or "" for part in texts)
 
 
-def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+def _tools(body: InputTokensRequest) -> list[dict[str, Any]] | None:
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     return [{"type": "function", "function": tool} for tool in tools] or None
 
 
-def _choice(body: ResponsesRequest) -> Any:
+def _choice(body: InputTokensRequest) -> Any:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         return {"type": "function", "function": {"name": choice.name}}
     return choice if body.tools else None
 
 
-def _format(body: ResponsesRequest) -> dict[str, Any] | None:
+def _format(body: InputTokensRequest) -> dict[str, Any] | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None

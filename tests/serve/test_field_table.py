@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/completions": {"prompt": "a", "max_tokens": 3, "temperature": 0},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3, "temperature": 0},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": SAID},
     "/v1/embeddings": {"input": "a"},
@@ -166,6 +168,8 @@ def test_the_schema_tells_what_is_sent(start: Any) -> None:
             for operation in operations.values():
                 assert "422" not in operation["responses"]
                 assert bool(operation.get("security")) == (path not in ("/health", "/ready"))
+        loaded = paths["/v1/load_lora_adapter"]["post"]["responses"]["200"]
+        assert list(loaded["content"]) == ["text/plain"]
         assert "text/event-stream" in paths["/v1/responses"]["post"]["responses"]["200"]["content"]
         for path, method, given, status in (
             ("/v1/models", "get", {}, 401), ("/v1/completions", "post", headers, 400),
@@ -180,3 +184,30 @@ def test_the_schema_tells_what_is_sent(start: Any) -> None:
             if status >= 400:
                 error = {**schema["components"]["schemas"]["Error"]}
                 jsonschema.validate(found.json(), error)
+
+
+def test_the_schema_of_a_server_behind_a_prefix_and_without_keys(start: Any) -> None:
+    with start(root_path="/llm") as server:
+        for _ in range(2):
+            schema = httpx.get(f"{server.url}/llm/openapi.json", timeout=60).json()
+            assert schema["servers"] == [{"url": "/llm"}]
+        secured = {path for path, routes in schema["paths"].items()
+                   if any(route.get("security") for route in routes.values())}  # fmt: skip
+        assert secured == {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+
+
+def test_the_schema_is_built_once_and_off_the_event_loop(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def describe(app: Any, has_keys: bool, root_path: str) -> dict[str, Any]:
+        threads.append(current_thread().name)
+        return {"paths": {}}
+
+    monkeypatch.setattr("bmforge.serve.app.describe_api", describe)
+    with start() as server:
+        for _ in range(2):
+            found = httpx.get(f"{server.url}/openapi.json", timeout=60)
+            assert (found.status_code, found.json()) == (200, {"paths": {}})
+    assert [name.startswith("AnyIO worker") for name in threads] == [True]

@@ -46,6 +46,8 @@ HISTORIES = {
     ],
     "empty annotations": [{"role": "assistant", "content": "a", "annotations": []}],
     "reasoning": [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
+    "only reasoning": [{"role": "assistant", "content": None, "reasoning": "b"}],
+    "nothing written": [{"role": "assistant", "content": None, "tool_calls": []}],
     "index of a call": [
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
@@ -228,23 +230,29 @@ def test_head_of_health(start: Any) -> None:
             assert httpx.head(f"{server.url}/{path}").status_code == 200
 
 
-def test_tokens_of_abandoned_answers_are_counted(start: Any) -> None:
+@pytest.mark.parametrize("count", [1, 4])
+def test_tokens_of_abandoned_answers_are_counted(start: Any, count: int) -> None:
+    """All that the engine generated, also in the step in which the client left."""
     with start() as server:
         body = {
             **{"model": server.serving.name, "prompt": "abc", "max_tokens": 900, "stream": True},
-            **{"temperature": 0, "logit_bias": {"2": -100, "4": -100}},
+            **{"temperature": 0, "logit_bias": {"2": -100, "4": -100}, "n": count},
         }
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             for number, _ in enumerate(answer.iter_lines()):
                 if number == 40:
                     break
+            (live,) = server.serving.live._all
         for _ in range(100):
-            text = httpx.get(f"{server.url}/metrics").text
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
             lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
             if float(lines.get('bmforge_answers_total{reason="left"}', 0)):
                 break
-        assert float(lines['bmforge_tokens_total{kind="new"}']) >= 19
-        assert float(lines['bmforge_tokens_total{kind="prompt"}']) >= 3
+        assert float(lines['bmforge_answers_total{reason="left"}']) == count
+        new = sum(len(completion.ids) for completion in live.completions()[0])
+        assert new >= 19
+        assert float(lines['bmforge_tokens_total{kind="new"}']) == new
+        assert float(lines['bmforge_tokens_total{kind="prompt"}']) == 3
 
 
 def test_keys_files_as_people_write_them(tmp_path: Path) -> None:

@@ -57,9 +57,15 @@ class ReasoningSpan:
 
     def _find_end(self, ids: Sequence[int]) -> int | None:
         """Return the position of `end` in an answer; None if the reasoning has not ended."""
-        size = len(self.end)
-        positions = range(len(self.start), len(ids) - size + 1)
-        return next((at for at in positions if tuple(ids[at : at + size]) == self.end), None)
+        at = len(self.start)
+        try:
+            while True:
+                at = ids.index(self.end[0], at)
+                if tuple(ids[at : at + len(self.end)]) == self.end:
+                    return at
+                at += 1
+        except ValueError:
+            return None
 
 
 class MatcherAfterReasoning:
