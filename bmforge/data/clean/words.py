@@ -27,6 +27,7 @@ __all__ = [
     "WordSplitter",
     "count_sentences",
     "count_sentences_in",
+    "has_word_spaces",
     "is_chinese",
     "split_chinese_words",
     "split_words",
@@ -131,6 +132,8 @@ _TAIL = 40  # characters at a string's end in which closing marks are searched
 # Maximum length of a string in characters; longer strings are first split at this length.
 _LONGEST_RUN = 1000
 _ENDS = frozenset(SENTENCE_ENDS)
+# LineBreak=SA: Thai, Lao, Khmer, Burmese and other scripts without spaces between words.
+_UNSPACED = regex.compile(r"[\p{LineBreak=SA}\p{Hiragana}\p{Katakana}]+")
 
 
 def split_words(text: str) -> list[str]:
@@ -296,6 +299,16 @@ def is_chinese(text: str) -> bool:
     beginning = text[:4000]
     size = sum(map(len, beginning.split()))
     return size > 0 and 3 * sum(map(len, HAN_RUN.findall(beginning))) > size
+
+
+def has_word_spaces(text: str) -> bool:
+    """Return False if a third of the characters belong to scripts without spaces between words.
+
+    `split_words` splits such a text into clauses. Chinese is not counted, see `is_chinese`.
+    """
+    return text.isascii() or 3 * sum(map(len, _UNSPACED.findall(text))) <= sum(
+        map(len, text.split())
+    )
 
 
 def words_of(text: str) -> list[str]:
