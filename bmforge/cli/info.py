@@ -44,7 +44,7 @@ def describe_delta(directory: Path) -> str:
 
 
 def describe_model(name: str, seq_len: int | None = None, backend: Backend = "auto") -> str:
-    """Return a text that describes a preset or a model directory.
+    """Return a description of a preset or a model directory.
 
     Args:
         name: name of a preset, or a directory.

@@ -75,7 +75,7 @@ class GenerateCommand:
         presence_penalty: value subtracted from the score of every token that was already generated.
         frequency_penalty: value subtracted from a token's score each time it was generated.
         no_repeat_ngram_size: size of n-grams that may occur only once (if None: no limit).
-        stop_strings: texts that end the continuation; they are not part of it.
+        stop_strings: strings that end the continuation; they are not part of it.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
