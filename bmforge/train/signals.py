@@ -1,4 +1,4 @@
-"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP, at once on a second signal."""
+"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP, immediately on a second one."""
 
 from __future__ import annotations
 
