@@ -222,7 +222,7 @@ class ProcessRewardModel(_Scorer):
 
 
 def _text_of(completion: Any) -> str:
-    """Return the text of an answer: a text, or the content of its messages, in order."""
+    """Return the text of an answer, which is a string or a list of messages, joined in order."""
     if isinstance(completion, str):
         return completion
     contents = [message.get("content") for message in completion]

@@ -209,14 +209,14 @@ def _has_images(conversation: ChatExample) -> bool:
 
 
 def _can_pack(config: Any) -> bool:
-    """Return True if a row may have several conversations; otherwise log the reason."""
+    """Return True if a sequence may have several conversations; otherwise log the reason."""
     if config.adapter.kind == "soft-prompt":
-        reason = "a soft prompt is prepended to rows"
+        reason = "a soft prompt is prepended to sequences"
     elif not family_of(config.model).separates_documents(config.model):
-        reason = "this model cannot separate the conversations of a packed row"
+        reason = "this model cannot separate the conversations of a packed sequence"
     else:
         return True
-    get_logger().info("%s: every row has one conversation", reason)
+    get_logger().info("%s: every sequence has one conversation", reason)
     return False
 
 
