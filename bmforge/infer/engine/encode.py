@@ -268,7 +268,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if not items or not all(item.strip() if isinstance(item, str) else len(item) for item in items):
         raise ConfigError(
-            "the list of texts is empty or contains an empty text. Pass at least one text, and "
-            "no empty texts."
+            "the list of texts is empty or contains an empty string. Pass at least one non-empty "
+            "string."
         )
     return [(item, open_tokenizer()) if isinstance(item, str) else list(item) for item in items]

@@ -204,7 +204,7 @@ class Engine:
             `num_return_sequences` above 1, each text or list of ids becomes a list of several.
 
         Raises:
-            ConfigError: there is no prompt or an empty one, there are more rows or tokens than
+            ConfigError: there is no prompt or an empty one, there are more sequences or tokens than
                 planned, or an option does not apply.
             ShapeError: ids are outside of the vocabulary.
         """

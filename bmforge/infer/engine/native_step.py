@@ -36,7 +36,7 @@ _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant (default: the fastest); None if compilation fails."""
+    """Compile and load the C++ step for a CPU variant (default: the fastest); None on failure."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)

@@ -45,7 +45,7 @@ class Workspace:
 
 
 def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory without weights that a model needs for a batch of the given size.
+    """Return the memory that a batch of the given size needs in addition to the weights.
 
     Args:
         model: model on any device; a copy on the meta device is run.
@@ -175,9 +175,7 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; for attention, only allocate the buffers that the fused kernel would
-        allocate.
-        """
+        """Run a function; for attention, only allocate the buffers of the fused kernel."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
