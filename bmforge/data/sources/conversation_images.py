@@ -43,7 +43,7 @@ def find_images(
     if left := len(list(remaining)):
         raise DataError(
             f"{location} has {len(sources)} images, but its messages use {len(sources) - left} of "
-            f"them. Mark the place of each image with {_MARK} in a text of the user."
+            f"them. Mark the place of each image with {_MARK} in a message of the user."
         )
     return placed
 
