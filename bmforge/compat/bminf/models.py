@@ -178,7 +178,7 @@ class CPM1(_Model):
         with self.engine.turn("generate") as model:
             ids = tokenizer.encode(input_sentence)
             if not ids:
-                raise ConfigError("input_sentence is empty. Pass a text.")
+                raise ConfigError("input_sentence is empty. Pass a non-empty string.")
             room = self.engine.config.tokens_of(model) - len(ids)
             if room < 1:
                 return "", True
@@ -310,7 +310,8 @@ class EVA(_Model):
         """
         if not context or not all(text.strip() for text in context):
             raise ConfigError(
-                "context is empty, or contains an empty utterance. Pass a list of texts."
+                "context is empty, or contains an empty utterance. Pass a list of non-empty "
+                "strings."
             )
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]
