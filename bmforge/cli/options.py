@@ -296,7 +296,7 @@ class ReportCommand:
 
 @dataclass(kw_only=True)
 class InfoCommand:
-    """Show the size, compute and config of a model, or the card of an adapter.
+    """Show the size, compute and config of a model, or the model card of an adapter.
 
     Args:
         name: name of a preset, or a model directory.
@@ -332,7 +332,7 @@ class PlanCommand:
         changes: structural changes to the model, such as adapters or pruning, as JSON text or a
             JSON file, as in `train`.
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
-        adapter: train an adapter of this kind, such as lora, on all linear layers.
+        adapter: kind of adapter to train on all linear layers, such as lora.
         adapter_rank: rank of the adapter (if None: 8).
         base_dtype: dtype of the frozen base model of the adapter: int8 or int4 for QLoRA (if None:
             that of the computation).

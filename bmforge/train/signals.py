@@ -16,7 +16,7 @@ _SIGNALS = tuple(
 
 
 class StopRequest:
-    """Context manager whose attribute `asked` is the name of the received stop signal, or None."""
+    """Context manager whose attribute `asked` is the name of the received stop signal, if any."""
 
     def __init__(self) -> None:
         self.asked: str | None = None

@@ -256,7 +256,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     """Convert inputs to a tensor, to texts with their tokenizer, or to lists of token ids.
 
     Args:
-        inputs: a text, texts, lists of ids, or a tensor.
+        inputs: a string, strings, lists of token ids, or a tensor.
         open_tokenizer: function that returns the model's tokenizer; called only for texts.
         device: compute device.
 

@@ -193,7 +193,7 @@ class Engine:
         """Continue one or several prompts.
 
         Args:
-            prompts: a text or a list of texts, in the prompt format of the model family
+            prompts: a string or a list of strings, in the prompt format of the model family
                 (`write_text`); a list of token ids or of such lists; or a tensor (B, T) as in
                 `bmforge.infer.generate`.
             options: fields of `GenerationConfig`; for token ids also `attention_mask` and
