@@ -260,7 +260,7 @@ def _read_all(paths: Sequence[str], images: bool) -> list[ChatExample]:
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
-    """Return True for a trained assistant message without text, reasoning or tool calls."""
+    """Return True for an empty assistant message (no text, reasoning or tool calls) with a loss."""
     if message["role"] != "assistant" or message.get("weight") == 0:
         return False
     fields = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")

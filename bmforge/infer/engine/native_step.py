@@ -47,7 +47,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
 
 
 class _Segment:
-    """Consecutive supported blocks, or a single unsupported block."""
+    """Consecutive blocks that the C++ step supports, or a single block that torch runs."""
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks

@@ -218,7 +218,7 @@ class PackedStep:
         x: Tensor | None = None,
         rope: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the blocks in torch; return the logits of the tokens that need them, (M, V)."""
+        """Run the blocks in torch; return the logits of the requested tokens, (M, V)."""
         if x is None or rope is None:
             x, rope = self._embed(tables)
         self.cache.rows, self.cache.tables = tables.rows, tables
@@ -227,7 +227,7 @@ class PackedStep:
         return self._score_of(out, tables)
 
     def _score_of(self, out: Tensor, tables: StepTables | FixedTables) -> Tensor:
-        """Return the logits of the tokens that need them: (1, T, D) -> (M, V) in fp32."""
+        """Return the logits of the requested tokens: (1, T, D) -> (M, V) in fp32."""
         scored = tables.at(self.cache.device).scored.to(out.device)
         return self._score(out[0].index_select(0, scored))
 

@@ -17,7 +17,7 @@ __all__ = ["LayerNormTuning"]
 
 
 class LayerNormTuning(Delta):
-    """Adapter that trains the weights and biases of the norms; `detach` restores the base's.
+    """Adapter that trains the weights and biases of the norms; `detach` restores the originals.
 
     It has no options. Adapters of this type on the same model must train different norms.
 
