@@ -120,7 +120,7 @@ def workload_of(
         trained: names of the modules to train, in addition to those that changes add; None for all
             modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
-        task: task whose loss is planned, a key of `TASK_STEPS`.
+        task: task whose loss is included in the estimate, a key of `TASK_STEPS`.
 
     Raises:
         ConfigError: sequences are longer than the model allows, or shorter than two tokens.

@@ -94,7 +94,7 @@ def choose_context(
 
 
 def _fitting_tokens(model: Any, memory_bytes: int, rows: int) -> int:
-    """Return the sequence length whose largest step, with its KV cache, needs `memory_bytes`.
+    """Return the sequence length at which the largest step and the KV cache fill `memory_bytes`.
 
     The memory is measured at two lengths and grows linearly with the length.
     """

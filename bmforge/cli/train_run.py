@@ -74,7 +74,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Parse the options of a run, except `changes` and parameter groups, which `default` sets."""
+    """Parse the options of a run; take `changes` and the parameter groups from `default`."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())

@@ -107,7 +107,8 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
         inside = _inside(modules, match_names(modules, (glob,)))
         if not inside:
             raise ConfigError(
-                f"the pattern {glob!r} in `where` matches no linear layer, embedding or experts."
+                f"the pattern {glob!r} in `where` matches no linear layer, embedding or experts. "
+                "Use module names of the model."
             )
         names.update(dict.fromkeys(inside))
     if not where:

@@ -228,7 +228,7 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     tokens: Any = getattr(model, "embed", None)
     if getattr(model, "foreign", None) is not None:  # transformers' forward rejects prompt ids
         raise ConfigError(
-            f"soft prompts need a model family of bmforge, but {type(model).__name__} is an "
+            f"soft prompts need a model that bmforge implements, but {type(model).__name__} is an "
             "architecture of transformers. Use another model, or trainable_token_indices of a "
             "LoRA."
         )

@@ -185,7 +185,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
 def _chid_texts(
     paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield the token ids of every question with its answer's index, and the prompt's length."""
+    """Yield (token ids, prompt length) of every question; the index of the answer ends the ids."""
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
@@ -219,8 +219,8 @@ def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[
         or not all(isinstance(text, str) for text in (*texts, *candidates))  # type: ignore[misc]
     ):
         raise DataError(
-            f"{where} must have the fields 'content', a text or a list of texts, and 'candidates', "
-            f"a list of 2 to {_NUM_OPTIONS} texts."
+            f"{where} must have the fields 'content', a string or a list of strings, and "
+            f"'candidates', a list of 2 to {_NUM_OPTIONS} strings."
         )
     return texts, candidates  # type: ignore[return-value]
 

@@ -160,7 +160,7 @@ def tune_task(config: Any) -> RunResult:
 def with_classes(config: Any) -> Any:
     """Check the data config, and set an encoder's number of outputs to the task's classes.
 
-    Labels of user data that are those of the initial model get the order of its outputs.
+    If the labels of user data are those of the initial model, they get the order of its outputs.
     """
     config.data.check()
     if traits_of(config.model).reads != "both":

@@ -103,7 +103,7 @@ class Task:
     tunes: bool = False
 
     def form(self, traits: Traits) -> Form | None:
-        """Return the implementation for a family; None if the family does not support the task."""
+        """Return the implementation for a family; None if the task does not support the family."""
         return next((form for form in self.forms if form.fits(traits)), None)
 
 

@@ -60,7 +60,7 @@ def check_limits(body: Writing, limits: RequestLimits) -> None:
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
             raise RequestError(
-                f"{name} contains an empty text. Remove it.", name, code="invalid_value"
+                f"{name} contains an empty string. Remove it.", name, code="invalid_value"
             )
         for text in texts:
             check_at_most(name, len(text), limits.max_stop_chars, "characters")
@@ -95,8 +95,8 @@ def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, f
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
     if size > tokens * longest:
         raise RequestError(
-            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
-            f"most {longest} bytes each.",
+            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at most "
+            f"{longest} bytes each. Shorten it.",
             field,
             code="context_length_exceeded",
         )
@@ -128,7 +128,7 @@ def longest_answer(
     if prompt_tokens > most_prompt:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, but this server accepts at most "
-            f"{most_prompt}.",
+            f"{most_prompt}. Shorten the prompt.",
             code="context_length_exceeded",
         )
     space = limit if apart else limit - prompt_tokens

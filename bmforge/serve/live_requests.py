@@ -36,7 +36,7 @@ class LiveRequest:
             request ends.
         prompt_tokens: number of tokens of all prompts.
         times: recorder of token arrival times, if any.
-        key: name of the client's key; "" without keys.
+        key: name of the client's API key; "" without keys.
 
     Attributes:
         is_read: True if the client has received everything.

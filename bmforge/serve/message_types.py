@@ -42,7 +42,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, value: Any) -> Any:
-        """Remove neutral fields, and raise an error for other values and misspelled names.
+        """Remove fields with neutral values; refuse their other values and misspelled field names.
 
         Pydantic reports other unknown fields.
         """
@@ -208,7 +208,7 @@ class Message(SentBack):
 
     @property
     def text(self) -> str:
-        """Content of the message as a single text."""
+        """Content of the message as a single string."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content if isinstance(part, TextPart))

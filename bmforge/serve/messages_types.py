@@ -203,7 +203,8 @@ def _output(body: CountRequest) -> dict[str, Any]:
     """
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:
-        raise RequestError("output_format and output_config.format cannot be used together.",
+        raise RequestError(
+            "output_format and output_config.format cannot be used together. Keep one of them.",
                            "output_format")  # fmt: skip
     form = config.format or body.output_format
     fields: dict[str, Any] = {}

@@ -85,7 +85,7 @@ class Metrics:
         self._queue.observe(seconds)
 
     def note_tokens(self, key: str, **counts: int) -> None:
-        """Count tokens by kind (prompt, cached, new), in total and per key."""
+        """Count tokens by kind (prompt, cached, new), in total and per API key."""
         for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)
             self._by_key.labels(key[:_KEY_DIGITS] or "none", kind).inc(count)

@@ -164,7 +164,9 @@ class Writing(VLLMSampling):
         guided = {name: rule for name, rule in rules.items() if rule is not None}
         if guided and self.structured_outputs is not None:
             name = f"guided_{next(iter(guided))}"
-            raise RequestError(f"{name} and structured_outputs cannot be used together.", name)
+            raise RequestError(
+                f"{name} and structured_outputs cannot be used together. Keep one of them.", name
+            )
         return StructuredOutputs(**guided) if guided else self.structured_outputs
 
     @property
@@ -273,7 +275,7 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
 
 
 class CompletionRequest(Writing):
-    """Request for text completions of texts or token ids."""
+    """Request to complete prompts, which are strings or lists of token ids."""
 
     neutral_fields = COMPLETION_FIELDS
     prompt: Inputs
@@ -337,7 +339,7 @@ class DocumentsRequest(Strict):
 
 
 def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
-    """Return a list of the inputs (texts or lists of ids), also for a single input.
+    """Return a list of the inputs (strings or lists of token ids), also for a single input.
 
     Raises:
         RequestError: no input is given, or an input is empty.
@@ -346,5 +348,5 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     if items and isinstance(items[0], int):
         items = [items]
     if not items or not all(items):
-        raise RequestError(f"{name} is empty or contains an empty text.", name)
+        raise RequestError(f"{name} is empty or contains an empty string.", name)
     return items

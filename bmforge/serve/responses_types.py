@@ -190,7 +190,9 @@ def responses_chat(body: InputTokensRequest) -> ChatRequest:
         assert not isinstance(item, str)
         _add(messages, item)
     if not messages or not body.input:
-        raise RequestError("input is empty (needed: a text, or at least one item).", "input")
+        raise RequestError(
+            "input is empty (needed: a non-empty string, or a list of at least one item).", "input"
+        )
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -234,7 +236,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _content(content: Content) -> str | list[dict[str, Any]]:
-    """Return a text, or the parts of a chat message if there are images."""
+    """Return the content as a string, or as the parts of a chat message if it has images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [

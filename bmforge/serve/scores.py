@@ -217,7 +217,7 @@ async def _compare(
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(
-            f"{field} contains an empty text. Remove it.", field, code="invalid_value"
+            f"{field} contains an empty string. Remove it.", field, code="invalid_value"
         )
     check_size(texts, engine, config.limits, field)
     is_rated = "pairs" in served.abilities
@@ -251,7 +251,8 @@ def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
     """Raise `RequestError` for a text with more tokens than the server accepts."""
     if max(lengths) > longest:
         raise RequestError(
-            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}.",
+            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}. "
+            "Shorten it.",
             field,
             code="context_length_exceeded",
         )

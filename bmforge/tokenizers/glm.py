@@ -271,7 +271,7 @@ class GLMTokenizer(Tokenizer):
         """Return the input ids from ``<|startofpiece|>`` on, (B, G), and their labels (B, G)."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
-                f"targets={targets!r:.60} must be a list with one text for each of the "
+                f"targets={targets!r:.60} must be a list with one string for each of the "
                 f"{len(ids)} inputs."
             )
         start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]

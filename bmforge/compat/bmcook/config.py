@@ -59,7 +59,7 @@ class ConfigParser:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.config_file!r} cannot be read as a config of BMCook ({error})."
+                f"{self.config_file!r} cannot be read as a BMCook config ({error})."
             ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 

@@ -212,7 +212,7 @@ class CPM1(_TextModel):
         tokenizer = self._tokenizer
         ids, limit = tokenizer.encode(text), draw["max_new_tokens"]
         if not ids:
-            raise ConfigError("input_sentence is empty. Pass a text.")
+            raise ConfigError("input_sentence is empty. Pass a non-empty string.")
         ends = self._stops(stops, [tokenizer.eos_id])
         room = self.engine.config.tokens_of(model) - len(ids)
         if room < 1:
@@ -323,7 +323,8 @@ class EVA(_Model):
         """
         if not context or not all(text.strip() for text in context):
             raise ConfigError(
-                "context is empty, or contains an empty utterance. Pass a list of texts."
+                "context is empty, or contains an empty utterance. Pass a list of non-empty "
+                "strings."
             )
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]

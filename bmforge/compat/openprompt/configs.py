@@ -58,10 +58,12 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as an OpenPrompt config ({error})."
+        ) from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(
-            f"{str(file)!r} is not a config of OpenPrompt (needed: the sections plm, dataset and "
+            f"{str(file)!r} is not a valid OpenPrompt config (required sections: plm, dataset and "
             "template)."
         )
     return values

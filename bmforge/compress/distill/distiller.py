@@ -296,7 +296,7 @@ class Distiller:
 
 
 def _find_head(model: nn.Module) -> LMHead | None:
-    """Return the LM head of a bmforge language model, or None."""
+    """Return the LM head of a bmforge language model; None for other models."""
     return next((module for module in model.modules() if isinstance(module, LMHead)), None)
 
 

@@ -55,7 +55,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         ConfigError: no layer has units of a requested kind, or the model already has gates.
     """
     if find_gates(model):
-        raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
+        raise ConfigError(f"{type(model).__name__} already has gates. Call detach_gates_ first.")
     gates: Gates = {}
     blocks, turned = blocks_of(model), getattr(model.spec, "rope", None)
     for name, block in blocks.items():
@@ -147,7 +147,9 @@ def find_gates(model: nn.Module) -> list[HardConcrete]:
 
 
 def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
-    """Return the open probabilities of each gate's units, differentiable and equal on all layouts.
+    """Return the probability that each unit of a gate is open, by (block, kind of gate).
+
+    The probabilities are differentiable, and do not depend on the parallel layout.
 
     Comm: for sharded parameters, an all-gather per gate, and a reduce-scatter in the backward pass.
     """

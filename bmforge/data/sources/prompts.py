@@ -94,7 +94,7 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     if isinstance(content, str) and (tools or variables):
         name = "tools" if tools else "chat_template_kwargs"
         raise DataError(
-            f"{source}: {name!r} has no effect, because the prompt is a text, which is not "
+            f"{source}: {name!r} has no effect, because the prompt is a string, which is not "
             "rendered with the chat template. Leave the field out, or write the prompt as a list "
             "of messages."
         )

@@ -194,7 +194,7 @@ class Engine:
         """Continue one or several prompts.
 
         Args:
-            prompts: a text or a list of texts, in the prompt format of the model family
+            prompts: a string or a list of strings, in the prompt format of the model family
                 (`write_text`); a list of token ids or of such lists; or a tensor (B, T) as in
                 `bmforge.infer.generate`.
             options: fields of `GenerationConfig`; for token ids also `attention_mask` and
@@ -205,7 +205,7 @@ class Engine:
             `num_return_sequences` above 1, each text or list of ids becomes a list of several.
 
         Raises:
-            ConfigError: there is no prompt or an empty one, there are more rows or tokens than
+            ConfigError: there is no prompt or an empty one, there are more sequences or tokens than
                 planned, or an option does not apply.
             ShapeError: ids are outside of the vocabulary.
         """

@@ -43,9 +43,9 @@ def check_size(
         most = limit[0] if is_cached else limit[0] * limit[1] // tokens
         if rows > most or tokens > limit[1]:
             raise ConfigError(
-                f"{name} has {rows} rows of {tokens} tokens, more than the engine's memory plan "
-                f"allows (max_rows={limit[0]}, max_tokens={limit[1]}). Pass a smaller batch, or "
-                "create the engine with a larger EngineConfig."
+                f"{name} has {rows} sequences of {tokens} tokens, more than the engine's memory "
+                f"plan allows (max_rows={limit[0]}, max_tokens={limit[1]}). Pass a smaller batch, "
+                "or create the engine with a larger EngineConfig."
             )
 
 

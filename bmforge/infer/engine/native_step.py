@@ -36,7 +36,7 @@ _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant (default: the fastest); None if compilation fails."""
+    """Compile and load the C++ step for a CPU variant (default: the fastest); None on failure."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
@@ -47,7 +47,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
 
 
 class _Segment:
-    """Consecutive supported blocks, or a single unsupported block."""
+    """Consecutive blocks that the C++ step supports, or a single block that torch runs."""
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks

@@ -1,4 +1,4 @@
-"""One model step for tokens of many sequences, concatenated into one row.
+"""One model step for tokens of many sequences, concatenated along the token dimension.
 
 Results must not depend on the other sequences in the step. The C++ decoding step guarantees this
 for every token; operations outside of the blocks use matrix products with a fixed summation order
@@ -56,7 +56,7 @@ _FEW_TOKENS = 16
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if the model supports sequences concatenated into one row.
+    """Return True if the model supports sequences concatenated along the token dimension.
 
     Causal decoders that use bmforge's KV cache support it.
     """
@@ -79,8 +79,8 @@ def shares_passes(model: Any) -> bool:
 class PackedStep:
     """Runs the model for the sequences of a step.
 
-    If weights are streamed, or on an accelerator, sequences also share torch's forward passes, and
-    results are equal only up to rounding.
+    If weights are streamed or the device is an accelerator, sequences share torch's forward passes,
+    so their results may differ by rounding from those of separate passes.
 
     Args:
         model: model supported by `can_pack`; call `look_again` after changing it.
@@ -218,7 +218,7 @@ class PackedStep:
         x: Tensor | None = None,
         rope: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the blocks in torch; return the logits of the tokens that need them, (M, V)."""
+        """Run the blocks in torch; return the logits of the requested tokens, (M, V)."""
         if x is None or rope is None:
             x, rope = self._embed(tables)
         self.cache.rows, self.cache.tables = tables.rows, tables
@@ -227,7 +227,7 @@ class PackedStep:
         return self._score_of(out, tables)
 
     def _score_of(self, out: Tensor, tables: StepTables | FixedTables) -> Tensor:
-        """Return the logits of the tokens that need them: (1, T, D) -> (M, V) in fp32."""
+        """Return the logits of the requested tokens: (1, T, D) -> (M, V) in fp32."""
         scored = tables.at(self.cache.device).scored.to(out.device)
         return self._score(out[0].index_select(0, scored))
 

@@ -132,7 +132,7 @@ class PromptReader:
             ids = tuple(prompt)
             if not ids or not all(isinstance(id, int) for id in ids):
                 raise ConfigError(
-                    f"prompt={str(prompt)[:60]} must be a text, or a list of at least one token id."
+                    f"prompt={str(prompt)[:60]} must be a string or a non-empty list of token ids."
                 )
             return ids, config, ()
         if tokenizer is None:
@@ -144,7 +144,7 @@ class PromptReader:
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
-            raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty text.")
+            raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty string.")
         if model.traits.objective == "hidden tokens":
             return tuple(read_hidden(tokenizer, ids)), config, ()
         if is_span:
@@ -198,7 +198,7 @@ class PromptReader:
         longest = tokens + config.max_new_tokens
         if (not is_packed and rows > self._limit[0]) or longest > self._limit[1]:
             raise ConfigError(
-                f"the request needs {rows} rows of {longest} tokens, more than the engine's "
+                f"the request needs {rows} sequences of {longest} tokens, more than the engine's "
                 f"memory plan allows (max_rows={self._limit[0]}, max_tokens={self._limit[1]}). "
                 "Request less, or create the engine with a larger EngineConfig."
             )

@@ -294,7 +294,10 @@ class Handle:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
-                raise TimeoutError(f"the request has not ended after timeout_s={timeout_s}.")
+                raise TimeoutError(
+                    f"the request has not ended after timeout_s={timeout_s}. Wait longer, or "
+                    "cancel it."
+                )
             if self._error is not None:
                 raise self._error
             return [self._whole[index] for index in range(self._answers)]

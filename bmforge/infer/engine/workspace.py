@@ -189,9 +189,7 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; for attention, only allocate the buffers that the fused kernel would
-        allocate.
-        """
+        """Run a function; for attention, only allocate the buffers of the fused kernel."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

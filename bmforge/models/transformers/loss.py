@@ -90,9 +90,10 @@ class LanguageLoss:
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(
-                f"{type(self.foreign).__name__} computes its logits with more than one linear "
-                "layer, so the transformers backend cannot compute log-probabilities of "
-                "tokens. Use a model family of bmforge, and attach no adapter to the head."
+                f"{type(self.foreign).__name__} does not compute its logits with a single "
+                "unmodified linear layer, so the transformers backend cannot compute "
+                "log-probabilities of tokens. Remove adapters from the LM head, or use a model "
+                "that bmforge implements (backend='native')."
             )
         body = self.foreign.get_submodule(self.structure.body)
         hidden = hidden_of(body(**call_arguments(body, inputs, cached=False)))

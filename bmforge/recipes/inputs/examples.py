@@ -85,7 +85,7 @@ class ExampleSource(Protocol):
         fingerprint: hex digest that changes whenever an example changes.
 
     A source that reads token stores also has `content`, an int digest of their contents. A source
-    whose examples are not rows of integers has a method `collate`, which builds batches.
+    whose examples are not sequences of integers has a method `collate`, which builds batches.
     """
 
     columns: Mapping[str, tuple[int, int]]

@@ -81,8 +81,8 @@ class Transform:
             return
         if not isinstance(shape, str):
             raise ConfigError(
-                f"the transform sets {where!r} to {shape!r} (allowed: a constant text, or a source "
-                "such as '$a.b')."
+                f"the transform sets {where!r} to {shape!r} (allowed: a constant string, or a "
+                "source such as '$a.b')."
             )
         source = None
         if shape.startswith("$") and not shape.startswith("$$"):

@@ -329,7 +329,7 @@ def check_json(value: Any, where: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"{where} has the key {key!r}, but only text keys can be saved."
+                    f"{where} has the key {key!r}, but only string keys can be saved."
                 )
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
@@ -337,6 +337,6 @@ def check_json(value: Any, where: str) -> None:
             check_json(item, f"{where}[{index}]")
     elif not isinstance(value, str | int | float | bool | None):
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}, but only numbers, texts, lists, dicts and "
+            f"{where} is a {type(value).__name__}, but only numbers, strings, lists, dicts and "
             "None can be saved."
         )

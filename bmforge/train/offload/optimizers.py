@@ -219,7 +219,7 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters; offloaded ones are complete when `Away.wait` returns."""
+        """Update the parameters; offloaded ones are updated in a thread (see `Away.wait`)."""
         ready = [
             (self.away[id(p)], group)
             for group in self.param_groups
@@ -276,7 +276,7 @@ class OffloadedMuon(_OffloadingOptimizer, Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all matrices; all processes of a sharded parameter's mesh must call this."""
+        """Update all matrices; all processes of a sharded parameter's mesh must call it."""
         todo = []
         for group in self.param_groups:
             for p in group["params"]:

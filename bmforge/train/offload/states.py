@@ -229,8 +229,9 @@ class StateOffload:
     def _find_narrow(self, chosen: set[int]) -> set[int]:
         """Return the ids of parameters that are stored on the device only in bfloat16.
 
-        These are the parameters of units that compute in bfloat16 and are offloaded completely, if
-        gradients are offloaded too: otherwise gradients would also be accumulated in bfloat16.
+        These are the parameters of FSDP units that compute in bfloat16 and are offloaded
+        completely, if gradients are offloaded too: otherwise gradients would also be accumulated in
+        bfloat16.
         """
         if not self._leaves:
             return set()

@@ -80,7 +80,7 @@ class OptimConfig:
     groups: tuple[OptimGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values out of range or without effect."""
+        """Raise `ConfigError` for values out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
                 f"unknown optimizer: optim.name={self.name!r} (known: "

@@ -394,6 +394,6 @@ class AttachedDelta:
         """Show the adapter's name, number of modules, number of parameters, and state."""
         state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
         return (
-            f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
+            f"{type(self).__name__}({self.name!r}, {len(self.held)} modules, "
             f"{self.count_parameters()} parameters, {state})"
         )

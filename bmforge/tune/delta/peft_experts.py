@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
 def expert_owner(model: nn.Module, name: str) -> str | None:
-    """Return bmforge's name of transformers' stacked-experts module `name`, or None."""
+    """Return bmforge's name of the stacked experts that transformers calls `name`, if any."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None

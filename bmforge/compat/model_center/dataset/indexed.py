@@ -64,7 +64,8 @@ class DistributedMMapIndexedDataset:
             self.ends.append(self.ends[-1] + last - first)
         if not self.stores:
             raise DataError(
-                f"the corpus {prefix}_0 (.bin and .idx) does not exist. Check path and name."
+                f"the corpus {prefix}_0 (.bin and .idx) does not exist. Check the path and the "
+                "name."
             )
 
     def __len__(self) -> int:
