@@ -137,8 +137,9 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
                 setattr(model.get_submodule(target), key, original)
             else:
                 write_local_(get_parameter(model, target, key), original)
-    for delta in deltas:
+    for delta in deltas:  # all, before `attach` compares an adapter with those still merged
         delta.merged = False
+    for delta in deltas:
         delta.attach()
 
 
