@@ -122,13 +122,13 @@ def encode_prompts(
 
 def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise `DataError` if a record describes a tool that is no function of the run."""
-    known = {tool["function"]["name"] for tool in tools}
+    functions = {tool["function"]["name"] for tool in tools}
     for prompt in prompts:
-        names = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
-        if names - known:
+        described = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
+        if described - functions:
             raise DataError(
-                f"{prompt.source}: 'tools' describes {', '.join(sorted(names - known))}, but "
-                f"rollout.tools has only {', '.join(sorted(known))}. Add the function to "
+                f"{prompt.source}: 'tools' describes {', '.join(sorted(described - functions))}, but "
+                f"rollout.tools has only {', '.join(sorted(functions))}. Add the function to "
                 "rollout.tools, or remove it from the record."
             )
 
