@@ -89,7 +89,7 @@ class PolicyConfig:
     lam: float | None = None
 
     def resolve(self, method: str) -> Policy:
-        """Return the complete policy loss of a method, in which the options that are set apply.
+        """Return the policy loss of a method; options that are set replace the method's defaults.
 
         Raises:
             ConfigError: the method is unknown, or a number is out of range or has no effect.
@@ -156,7 +156,7 @@ class Policy:
 
 
 def _find_idle(policy: Policy) -> dict[str, tuple[bool, str]]:
-    """Return for options of the loss whether they have no effect, and the setting that is why."""
+    """Return a dict from option to (True if it has no effect, the setting that is the reason)."""
     has_kl, clip = policy.beta > 0, f"rl.clip={policy.clip}"
     in_reward = has_kl and policy.kl_in == "reward"
     return {

@@ -58,12 +58,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigError(
             f"the function {spec!r} cannot be loaded, because {origin} cannot be imported "
-            f"({error!r})."
+            f"({error!r}). Check the path, and the imports of this module."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(
-            f"the function {spec!r} does not exist, because {origin} has no function {name!r}."
+            f"the function {spec!r} does not exist, because {origin} has no function {name!r}. "
+            "Check the spelling."
         )
     return function
 

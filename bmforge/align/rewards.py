@@ -44,7 +44,7 @@ class Scorer(Protocol):
     """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the rewards of a batch, or a `RewardReply`; an exception is a failed call."""
+        """Return a batch's rewards, or a `RewardReply`; raise an exception if the call fails."""
 
     def close(self) -> None:
         """Release the processes and models of the source."""
@@ -214,7 +214,7 @@ class CallableReward:
         return out
 
     def close(self) -> None:
-        """Do nothing, because the function belongs to the caller."""
+        """Do nothing, because a function in this process has no resources to release."""
 
 
 class RewardSet:

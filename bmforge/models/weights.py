@@ -151,8 +151,8 @@ class WeightRule:
             return tensor.narrow(0, *self.rows)
         return tensor if self.index is None else tensor[self.index]
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts of a checkpoint tensor in row order.
+    def join(self, parts: Sequence[Tensor], rules: Sequence[WeightRule]) -> Tensor:
+        """Join the parts of a checkpoint tensor in row order, given their rules.
 
         Called on the rule of the first part.
         """
@@ -300,4 +300,4 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
     """Assemble a checkpoint tensor from parameters, which `find_tensor` returns by name."""
     whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
-    return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules])
+    return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules], rules)

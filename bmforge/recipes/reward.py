@@ -101,7 +101,7 @@ def _check(config: Any) -> None:
             "--supervision process, or leave it out."
         )
     if config.step_separator == "":
-        raise ConfigError("step_separator='' has no tokens. Choose another text.")
+        raise ConfigError("step_separator='' has no tokens. Choose another separator.")
 
 
 def with_reward_head(config: Any) -> Any:

@@ -242,7 +242,7 @@ def _find_unread(prompt: Any, template: ChatTemplate) -> list[str]:
 
 
 def _text_of(completion: Any) -> str:
-    """Return the text of an answer: a text, or the content of the assistant's messages."""
+    """Return the text of an answer, a string or the assistant's messages, joined in order."""
     if isinstance(completion, str):
         return completion
     contents = [m.get("content") for m in completion if m.get("role") == "assistant"]

@@ -20,7 +20,7 @@ from bmforge.models.init import materialize_
 from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
-from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.prompt_rows import (
     encode_prompts,
     find_stops,
@@ -165,8 +165,8 @@ class RolloutRun:
 
         Args:
             objective: objective of the Trainer.
-            open_scores: function (model with its initial weights) that returns the
-                log-probabilities that rollouts need, or None.
+            open_scores: function that takes the model with its initial weights, and returns the
+                `Scores` of the rollouts; None if they need no scores.
         """
         rollout = self._config.rollout
         return TrainingData(
@@ -185,7 +185,7 @@ class RolloutRun:
             self._template.save(directory)
 
     def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
-        """Start the generation engine, and create the scores of the model's initial weights."""
+        """Start the generation engine, and call `open_scores` with the initial model."""
         config, rollout = self._config, self._config.rollout
         options = GenerationConfig(
             max_new_tokens=rollout.max_new_tokens,

@@ -102,7 +102,8 @@ class ChatTemplate:
             return self._render(values if tools is None else {**values, "tools": tools})
         except Exception as error:  # a template may raise any exception
             raise DataError(
-                f"the chat template cannot render the conversation ({error})."
+                f"the chat template cannot render the conversation ({error}). Correct the messages "
+                "or the template."
             ) from error
 
     @cached_property
@@ -139,14 +140,14 @@ class ChatTemplate:
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: beginning of the answer, which the model continues.
+            begin: beginning of the answer, which the model continues. The caller escapes the names
+                of special tokens in it, see `escape_specials`.
 
         Raises:
             DataError: the template refuses this conversation, or exceeds its limits.
         """
         if not self._parse_special:
             messages = [_escape(self._tokenizer, message) for message in messages]
-            begin = self._tokenizer.escape_specials(begin)
         text = self.render(messages, add_generation_prompt=True, tools=tools, **variables) + begin
         return text, self._tokenizer.encode_chat(text)
 

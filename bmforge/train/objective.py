@@ -111,7 +111,7 @@ def run_objective(
     Args:
         objective: loss function.
         model: model whose gradients are computed.
-        micro_batches: micro-batches of this process's rows, on the device of the model.
+        micro_batches: micro-batches of this process, on the device of the model.
         num_items: divisor of the summed loss.
         mesh: mesh of the model.
 

@@ -182,7 +182,7 @@ def test_lines_are_cut_at_line_ends(
     found = []
     for shard in plan.shards:
         assert shard.size_bytes <= size + 31
-        for piece in shard.pieces:
+        for piece in shard.ranges:
             if not content.strip():
                 continue
             try:
@@ -207,7 +207,7 @@ def test_small_files_share_a_shard(tmp_path: Path) -> None:
         (tmp_path / f"{number}.txt").write_bytes(b"x" * 100)
     files = sorted(tmp_path.iterdir())
     shards = plan_shards(files, 350).shards
-    assert [len(shard.pieces) for shard in shards] == [3, 3, 3, 1]
+    assert [len(shard.ranges) for shard in shards] == [3, 3, 3, 1]
     (tmp_path / "4.txt").write_bytes(b"y" * 100)
     changed = plan_shards(files, 350).shards
     assert [a.key == b.key for a, b in zip(shards, changed, strict=True)] == [

@@ -263,7 +263,9 @@ def _read_marked(
     elif answer is not None:
         answer = _read_content(answer, location, "completion")
     if answer is None or prompt is None or not prompt:
-        raise DataError(f"{location}: a labeled answer needs 'prompt' and 'completion'.")
+        raise DataError(
+            f"{location}: a labeled answer needs 'prompt' and 'completion'. Add the missing field."
+        )
     if isinstance(answer, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str) and isinstance(prompt, list):

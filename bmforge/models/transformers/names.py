@@ -2,13 +2,14 @@
 
 transformers 5 renames, splits and merges tensors when it loads and saves. Its saving code is run
 once on meta tensors, whose views reveal offsets, shapes and strides. Every stored tensor is thus
-identified as a rectangular region (box) of one parameter or a concatenation of such regions, so
-that slices of it can be read and written.
+identified as a rectangular region (box) of one parameter, or as several regions whose rows follow
+each other or alternate, so that slices of it can be read and written.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,117 +20,48 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bmforge.errors import ConfigError
+from bmforge.models.transformers.box_rule import BoxRule
 from bmforge.models.weights import OWN_PREFIX, PACKED_KEYS, WeightRule
-from bmforge.shards import Box
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["BoxRule", "StoredNames", "find_stored_names"]
-
-
-@dataclass(frozen=True)
-class BoxRule(WeightRule):
-    """Rule for a stored tensor, or part of one, that is a region (box) of a permuted parameter.
-
-    Args:
-        box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
-            parameter.
-        order: index of each dim of the stored tensor among the parameter's stored dims.
-        part: (offset of the region in the stored tensor, size of the stored tensor) along the
-            stored dim `part_dim`; None if the region is the whole stored tensor.
-    """
-
-    box: tuple[tuple[int, int, int, bool], ...] = ()
-    order: tuple[int, ...] = ()
-
-    def _own_shape(self) -> list[int]:
-        sizes = [len(range(a, b, s)) for a, b, s, keeps in self.box if keeps]
-        return [sizes[dim] for dim in self.order]
-
-    def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the stored tensor."""
-        full_shape = self._own_shape()
-        if self.part is not None:
-            full_shape[self.part_dim] = self.part[1]
-        return tuple(full_shape)
-
-    def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the stored tensor's slices for a region of the parameter; None if disjoint."""
-        spans = []
-        for dim in range(len(self.box)):
-            first, last = self._overlap(dim, box)
-            if first >= last:
-                return None
-            if self.box[dim][3]:
-                spans.append(slice(first, last))
-        slices = [spans[dim] for dim in self.order]
-        if self.part is not None:
-            own = slices[self.part_dim]
-            slices[self.part_dim] = slice(own.start + self.part[0], own.stop + self.part[0])
-        return tuple(slices)
-
-    def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return the range of dim `dim` in the stored tensor that a region of the parameter covers.
-
-        The range is (start, stop), and empty (start >= stop) if they are disjoint.
-        """
-        start, stop, step, _ = self.box[dim]
-        low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
-        first = max(0, -(-(low - start) // step))
-        last = min(len(range(start, stop, step)), -(-(high - start) // step))
-        return first, last
-
-    def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return a view of the elements of a rank's shard that are read from the stored tensor."""
-        index: list[Any] = []
-        for dim, (start, _, step, keeps) in enumerate(self.box):
-            first, last = self._overlap(dim, box)
-            low = start + first * step - box.offsets[dim]
-            index.append(slice(low, low + (last - first - 1) * step + 1, step) if keeps else low)
-        return local[tuple(index)]
-
-    def source_view(self, target: Tensor) -> Tensor:
-        """Return a view of `target` with its dims in the stored tensor's order."""
-        return target.permute(self.order)
-
-    @property
-    def is_renaming(self) -> bool:
-        """Always False: the stored tensor differs from the parameter."""
-        return False
-
-    def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the stored tensor (or part of one), computed from the full parameter."""
-        index = tuple(slice(a, b, s) if keeps else a for a, b, s, keeps in self.box)
-        return tensor[index].permute(self.order)
-
-    def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of elements in the stored tensor that belong to this parameter."""
-        return math.prod(self._own_shape())
+__all__ = ["StoredNames", "find_stored_names"]
 
 
 class _Tracking(TorchFunctionMode):
-    """Mode for running a conversion on meta tensors: copies stay views, `torch.cat` is recorded.
+    """Mode for running a conversion on meta tensors, which records how copies are made.
 
     Attributes:
         joined: mapping from the id of a concatenated tensor to (tensor, parts, dim).
+        merged: mapping from the id of a copy with merged dims to (copy, original view).
+        zeros: mapping from the id of a tensor of zeros, which pads a stored tensor, to the tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.joined: dict[int, tuple[Tensor, list[Tensor], int]] = {}
+        self.merged: dict[int, tuple[Tensor, Tensor]] = {}
+        self.zeros: dict[int, Tensor] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Return the input of a copy unchanged, and record the inputs of each `torch.cat`."""
+        """Return the input of a copy unchanged, and record concatenations, reshapes and zeros."""
         kwargs = kwargs or {}
         if func in (Tensor.contiguous, Tensor.clone):
             return args[0]
         out = func(*args, **kwargs)
         if func is torch.cat:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            self.joined[id(out)] = out, list(args[0]), dim
+            self.joined[id(out)] = out, list(args[0]), dim % out.dim()
+        elif func is Tensor.reshape and _storage_of(out) != _storage_of(args[0]):
+            self.merged[id(out)] = out, args[0]
+        elif func is Tensor.new_zeros:
+            self.zeros[id(out)] = out
         return out
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True)
@@ -224,16 +156,85 @@ def _rules_of(
 ) -> list[WeightRule] | None:
     """Return the `WeightRule`s of a stored tensor; None if it has values of no parameter."""
     if id(tensor) in tracking.joined:
-        _, members, dim = tracking.joined[id(tensor)]
-        return _rules_of_parts(published, members, dim % tensor.dim(), owners, tracking)
-    owner = owners.get(tensor.untyped_storage()._cdata)
+        return _rules_of_parts(published, *tracking.joined[id(tensor)][1:], owners, tracking)
+    if id(tensor) in tracking.merged:
+        return _rules_of_merged(published, *tracking.merged[id(tensor)], owners, tracking)
+    owner = owners.get(_storage_of(tensor))
     if owner is None:
-        return None
+        member = _view_of_member(tensor, tracking)
+        return None if member is None else _rules_of(published, member, owners, tracking)
     name, full = owner
     if tensor.shape == full.shape and tensor.stride() == full.stride():
         return [WeightRule(name, published)]
     view = _find_box(tensor, full)
     return None if view is None else [BoxRule(name, published, box=view[0], order=view[1])]
+
+
+def _view_of_member(tensor: Tensor, tracking: _Tracking) -> Tensor | None:
+    """Return a view of one part of a concatenation as a view of the part itself; None if none."""
+    for joined, members, dim in tracking.joined.values():
+        view = _find_box(tensor, joined) if _storage_of(joined) == _storage_of(tensor) else None
+        if view is None:
+            continue
+        box, order = view
+        first = 0
+        for member in members:
+            start, stop = box[dim][0] - first, box[dim][1] - first
+            if start >= 0 and stop <= member.shape[dim]:
+                shifts = [first if index == dim else 0 for index in range(member.dim())]
+                own = (
+                    slice(a - shift, b - shift, s) if keeps else a - shift
+                    for (a, b, s, keeps), shift in zip(box, shifts, strict=True)
+                )
+                return member[tuple(own)].permute(order)
+            first += member.shape[dim]
+    return None
+
+
+def _rules_of_merged(
+    published: str,
+    out: Tensor,
+    view: Tensor,
+    owners: Mapping[int, tuple[str, Tensor]],
+    tracking: _Tracking,
+) -> list[WeightRule] | None:
+    """Return the rules of a copy of `view` with merged dims, as of heads and their rotary pairs.
+
+    Every index of the merged dims but the largest one gives a rule, whose rows alternate with those
+    of the other rules.
+    """
+    dim = next(d for d, size in enumerate(out.shape) if view.shape[d] != size)
+    count = view.dim() - out.dim() + 1
+    sizes = view.shape[dim : dim + count]
+    if (
+        count < 2
+        or math.prod(sizes) != out.shape[dim]
+        or view.shape[dim + count :] != out.shape[dim + 1 :]
+    ):
+        return None
+    kept = max(range(count), key=lambda d: sizes[d])
+    strides = [math.prod(sizes[d + 1 :]) for d in range(count)]
+    rules: list[WeightRule] = []
+    for index in itertools.product(*(range(1 if d == kept else n) for d, n in enumerate(sizes))):
+        own = [slice(None) if d == kept else place for d, place in enumerate(index)]
+        piece = view[(slice(None),) * dim + tuple(own)]
+        single = _rules_of(published, piece, owners, tracking)
+        if single is None or len(single) > 1 or single[0].part is not None:
+            return None
+        first = sum(place * stride for place, stride in zip(index, strides, strict=True))
+        part = (first, out.shape[dim])
+        rules.append(
+            replace(_as_box(single[0], piece.shape), part=part, part_dim=dim, step=strides[kept])
+        )
+    return rules
+
+
+def _as_box(rule: WeightRule, shape: Sequence[int]) -> BoxRule:
+    """Return the rule of a region, or of a whole parameter of this shape, as a `BoxRule`."""
+    if isinstance(rule, BoxRule):
+        return rule
+    box = tuple((0, size, 1, True) for size in shape)
+    return BoxRule(rule.ours, rule.theirs, box=box, order=tuple(range(len(shape))))
 
 
 def _rules_of_parts(
@@ -243,18 +244,17 @@ def _rules_of_parts(
     owners: Mapping[int, tuple[str, Tensor]],
     tracking: _Tracking,
 ) -> list[WeightRule] | None:
+    """Return the rules of a concatenation; padding with zeros has none."""
     total = sum(member.shape[dim] for member in members)
     out: list[WeightRule] = []
     first = 0
     for member in members:
-        member_rules = _rules_of(published, member, owners, tracking)
-        if member_rules is None or len(member_rules) > 1:
+        own = [] if id(member) in tracking.zeros else _rules_of(published, member, owners, tracking)
+        if own is None or any(rule.part is not None and rule.part_dim != dim for rule in own):
             return None
-        rule = member_rules[0]
-        if not isinstance(rule, BoxRule):
-            box = tuple((0, size, 1, True) for size in member.shape)
-            rule = BoxRule(rule.ours, published, box=box, order=tuple(range(member.dim())))
-        out.append(replace(rule, part=(first, total), part_dim=dim))
+        for rule in own:
+            offset = first + (rule.part[0] if rule.part else 0)
+            out.append(replace(_as_box(rule, member.shape), part=(offset, total), part_dim=dim))
         first += member.shape[dim]
     return out
 
@@ -318,13 +318,3 @@ def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
 def matches_any(name: str, patterns: Iterable[str] | None) -> bool:
     """Return True if any of transformers' regular expressions matches a name."""
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def check_opaque(names: StoredNames, kind: str) -> None:
-    """Raise `ConfigError` if some tensors are stored in a form that bmforge cannot slice."""
-    if names.opaque:
-        raise ConfigError(
-            f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read in "
-            f"slices, such as {names.opaque[0]!r}. Load the checkpoint with transformers and save "
-            "it again."
-        )

@@ -237,7 +237,7 @@ class PreferencePairs(PaddedRows):
         separate = sum(len(row.ids) for pair in self._pairs for row in pair[:2])
         tokens = sum(len(row.ids) for row in self._shared)
         get_logger().info(
-            "prefix sharing: %d tokens instead of %d, rows of %d", tokens, separate, self.width
+            "prefix sharing: %d tokens instead of %d, sequences of %d", tokens, separate, self.width
         )
 
     def __len__(self) -> int:

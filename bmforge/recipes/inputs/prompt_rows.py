@@ -12,8 +12,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.logging import get_logger
 from bmforge.recipes.inputs.conversation_rows import drop_fields
+from bmforge.recipes.inputs.document_segments import find_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.recipes.inputs.pieces import find_tokenizer
 from bmforge.recipes.sft import read_template
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import check_fields
@@ -34,7 +34,7 @@ class PromptConfig(ExampleConfig):
 
     Args:
         paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
-            text or a list of messages); all other fields are passed to the reward functions.
+            string or a list of messages); all other fields are passed to the reward functions.
         validation: not supported; evaluate the exported model with `bmforge evaluate`.
         tokenizer: directory of the tokenizer (if None: that of `init_from`).
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
@@ -76,8 +76,8 @@ def open_template(
         return ChatTemplate(read_template(config, find_tokenizer(config)), tokenizer)
     if config.template is not None:
         raise ConfigError(
-            f"template={str(config.template)!r} has no effect: all prompts are texts, not lists of "
-            "messages. Leave it out."
+            f"template={str(config.template)!r} has no effect: all prompts are strings, not lists "
+            "of messages. Leave it out."
         )
     return None
 

@@ -63,7 +63,7 @@ def encode_steps(
     """
     mark = tokenizer.encode(separator)
     if not mark:
-        raise ConfigError(f"step_separator={separator!r} has no tokens. Choose another text.")
+        raise ConfigError(f"step_separator={separator!r} has no tokens. Choose another separator.")
     ids = _encode_prompt(example, template, tokenizer, ignore)
     labels = [IGNORE_INDEX] * len(ids)
     for step, label in zip(example.steps, example.labels, strict=True):

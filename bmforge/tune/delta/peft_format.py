@@ -103,7 +103,7 @@ class Names:
             if all(rule.ours in tensors for rule in rules):
                 rows = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
                 parts = [rule.to_source(tensors[rule.ours]) for rule in rows]
-                sources[published_name] = rows[0].join(parts)
+                sources[published_name] = rows[0].join(parts, rows)
         return sources
 
     def row_order(self, published_name: str) -> Tensor | None:
