@@ -125,11 +125,12 @@ def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, A
     functions = {tool["function"]["name"] for tool in tools}
     for prompt in prompts:
         described = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
-        if described - functions:
+        missing = sorted(described - functions)
+        if missing:
             raise DataError(
-                f"{prompt.source}: 'tools' describes {', '.join(sorted(described - functions))}, but "
-                f"rollout.tools has only {', '.join(sorted(functions))}. Add the function to "
-                "rollout.tools, or remove it from the record."
+                f"{prompt.source}: 'tools' describes {', '.join(missing)}, but rollout.tools has "
+                f"only {', '.join(sorted(functions))}. Add the function to rollout.tools, or "
+                "remove it from the record."
             )
 
 
