@@ -122,14 +122,15 @@ def encode_prompts(
 
 def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, Any]]) -> None:
     """Raise `DataError` if a record describes a tool that is no function of the run."""
-    known = {tool["function"]["name"] for tool in tools}
+    functions = {tool["function"]["name"] for tool in tools}
     for prompt in prompts:
-        names = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
-        if names - known:
+        described = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
+        missing = sorted(described - functions)
+        if missing:
             raise DataError(
-                f"{prompt.source}: 'tools' describes {', '.join(sorted(names - known))}, but "
-                f"rollout.tools has only {', '.join(sorted(known))}. Add the function to "
-                "rollout.tools, or remove it from the record."
+                f"{prompt.source}: 'tools' describes {', '.join(missing)}, but rollout.tools has "
+                f"only {', '.join(sorted(functions))}. Add the function to rollout.tools, or "
+                "remove it from the record."
             )
 
 
