@@ -119,7 +119,8 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
         return config
     bare = embed.removeprefix(model.hf_prefix)
     source = next((n for n in (embed, bare) if n in files.shapes), None)
-    if head in files.shapes and source is not None and config.tie_word_embeddings:
+    is_tied = config.tie_word_embeddings and model.tied_head[0] not in persistent_tensors(model)
+    if head in files.shapes and source is not None and is_tied:
         if not _are_equal(files, head, source):
             get_logger().warning(
                 (

@@ -73,6 +73,8 @@ def apply_zero_(
     if expert_mesh is not None:
         ignored |= _shard_experts_(experts, expert_mesh, policy)
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
+    if used.size() > 1:
+        _reach_all_experts_(units)
     for module in (*units, model):
         fully_shard(module, reshard_after_forward=False, **settings)
     if used.shape[-1] == 1:
@@ -127,6 +129,43 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
 
     if mesh.size() > 1 and scalars_of(model):
         model.register_forward_pre_hook(attach)
+
+
+class _Reach(torch.autograd.Function):
+    """Identity on a tensor, whose backward adds zeros to the gradients of other tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.likes = [(other.shape, other.dtype, other.device) for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        zeros = (torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.likes)
+        return (gradients[0], *zeros)
+
+
+def _reach_all_experts_(units: Sequence[nn.Module]) -> None:
+    """Give experts without a token zeros as gradients.
+
+    FSDP2 reduces only the parameters that have a gradient. If a model keeps its experts in a list
+    and calls only those with tokens, the processes would reduce buffers of different sizes.
+    """
+    for unit in units:
+        lists = [
+            part for part in unit.modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))
+        ]
+        if lists:
+            unit.register_forward_hook(partial(_reach, lists))
+
+
+def _reach(lists: Sequence[nn.Module], unit: nn.Module, args: Any, out: Any) -> Any:
+    others = [p for part in lists for p in part.parameters() if p.requires_grad]
+    if not torch.is_grad_enabled() or not others:
+        return None
+    if isinstance(out, Tensor):
+        return _Reach.apply(out, *others)
+    return (_Reach.apply(out[0], *others), *out[1:]) if isinstance(out, tuple) else None
 
 
 def refuse_calls_outside_(units: Mapping[str, nn.Module]) -> None:

@@ -19,9 +19,11 @@ __all__ = ["Example", "NoExampleError", "find_example"]
 
 _ROWS, _TEXT, _TARGETS, _GRID = 4, 12, 9, 4
 _CLASSIFIERS = ("sequence_classification", "token_classification")
+_NO_LOSS = "transformers computes no loss from labels"
+_NEEDS_TARGETS = ("fsmt", "pp_formulanet")
 _PLACEHOLDERS = (
     "image_token_id", "image_token_index", "audio_token_id", "audio_token_index",
-    "media_placeholder_token_id", "image_patch_id",
+    "media_placeholder_token_id", "image_patch_id", "video_token_index",
 )  # fmt: skip
 
 
@@ -57,28 +59,42 @@ def find_example(plain: Any, head: str) -> Example:
     for modality, form in _forms(plain.config, head):
         if not names.issuperset(form):
             continue
+        if "input_ids" in names and "attention_mask" in form:  # that of the text
+            continue
         for count in _placeholder_counts(plain, modality, form):
             inputs = {**_text_inputs(plain, head, count, names), **form}
+            inputs |= _target_inputs(plain, inputs)
+            if form:
+                inputs.pop("inputs", None)  # another name of the form's tensor
+            if plain.config.model_type == "pp_formulanet":
+                inputs.pop("input_ids")  # another name of decoder_input_ids
             try:
                 with torch.no_grad():
-                    reached = _reads(plain, inputs, form)
+                    problem = _find_problem(plain, inputs, form)
             except Exception as error:  # any code of transformers may refuse an input
                 reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
                 continue
-            if reached:
+            if not problem:
                 return Example(inputs, modality)
+            reasons.append(problem)
+    # Errors in the code of transformers come first, as other errors may be those of wrong forms.
+    reasons.sort(key=lambda reason: not reason.startswith(("AttributeError", _NO_LOSS)))
     raise NoExampleError(
         f"no input form fits a {type(plain).__name__}: {next(iter(reasons), 'it reads none')}"
     )
 
 
-def _reads(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]) -> bool:
-    """Return True if the logits are finite and depend on the float tensors of `form`."""
-    logits = plain(**inputs).logits
+def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]) -> str:
+    """Return "" if a model uses the float tensors of `form` and has a loss; else the problem."""
+    out = plain(**inputs)
     floats = {name: torch.zeros_like(t) for name, t in form.items() if t.is_floating_point()}
-    if not bool(logits.isfinite().all()):
-        return False
-    return not floats or not torch.equal(plain(**{**inputs, **floats}).logits, logits)
+    if out.loss is None:
+        return _NO_LOSS
+    if not bool(out.logits.isfinite().all()):
+        return "its logits are not finite"
+    if floats and torch.equal(plain(**{**inputs, **floats}).logits, out.logits):
+        return f"its logits do not depend on {', '.join(floats)}"
+    return ""
 
 
 def _text_inputs(plain: Any, head: str, count: int, names: frozenset[str]) -> dict[str, Tensor]:
@@ -103,11 +119,23 @@ def _text_inputs(plain: Any, head: str, count: int, names: frozenset[str]) -> di
     inputs = {"input_ids": ids, "inputs": ids, "attention_mask": torch.ones_like(ids)}
     if head not in _CLASSIFIERS and count:
         inputs |= {"token_type_ids": seen, "mm_token_type_ids": seen}
+    if books := getattr(plain.config, "num_codebooks", 0):  # a text token and codes of sound
+        codes = torch.randint(0, 100, (*ids.shape, books), generator=generator)
+        inputs["input_ids"] = torch.cat((ids[..., None], codes), 2)
+    if "qformer_input_ids" in names:
+        inputs["qformer_input_ids"] = ids[:, :_TEXT]
     if "input_ids" in names:
         inputs.pop("inputs")
     elif "inputs" not in names:  # an encoder of images or sound, without a text
         inputs = {}
     return {**{n: t for n, t in inputs.items() if n in names}, "labels": labels}
+
+
+def _target_inputs(plain: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the decoder's input if the model does not derive it from the labels."""
+    if plain.config.model_type not in _NEEDS_TARGETS:
+        return {}
+    return {"decoder_input_ids": inputs["labels"].roll(1, 1).clamp(min=0)}
 
 
 def _is_encoder_decoder(config: Any) -> bool:
@@ -142,6 +170,8 @@ def _count_features(plain: Any, modality: str, form: dict[str, Tensor]) -> int |
     features = getattr(out, "pooler_output", None)
     features = out if features is None else features
     parts = [features] if isinstance(features, Tensor) else list(features)
+    if not all(isinstance(part, Tensor) for part in parts):
+        return None
     width = plain.get_input_embeddings().weight.shape[-1]
     return sum(part.numel() for part in parts) // width // _ROWS
 
@@ -169,6 +199,10 @@ def _image_forms(config: Any) -> Iterator[dict[str, Tensor]]:
     yield {"pixel_values": flat, "image_grid_thw": grid}
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": pixels}
+    places = (torch.arange(_TEXT) // 4 == 1).long().expand(_ROWS, -1)
+    yield {"pixel_values": pixels, "image_embeds_position_mask": places}
+    seen = torch.ones(_ROWS, _TEXT, 1, dtype=torch.int64)
+    yield {"pixel_values": pixels[:, None], "image_attention_mask": seen}
     seen = torch.ones(_ROWS, 1, size, size, dtype=torch.int64)
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": seen}
     yield {"pixel_values": pixels[:, None], "image_sizes": sizes}
@@ -194,7 +228,7 @@ def _image_forms(config: Any) -> Iterator[dict[str, Tensor]]:
 def _sound_forms(config: Any) -> Iterator[dict[str, Tensor]]:
     mels = _field(config, "num_mel_bins", 80)
     frames = 2 * _field(config, "max_source_positions", 32)
-    for length in dict.fromkeys((frames, 64, 200)):
+    for length in dict.fromkeys((frames, 64, 8 * _TEXT, 200)):
         features = torch.randn(_ROWS, mels, length)
         seen = torch.ones(_ROWS, length, dtype=torch.int64)
         for name in ("input_features_mask", "feature_attention_mask"):

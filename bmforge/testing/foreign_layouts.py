@@ -51,15 +51,68 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _REQUIRED: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 150},
     "blt": {"use_cache": False},  # transformers 5.24 cannot create its cache
+    "chameleon": {  # letters stand for the digits of an image token
+        "vocabulary_map": {
+            "<image>": 150,
+            "IMGIMGAZ": 151,
+            "IMGIMGBZ": 152,
+            "IMGIMGCZ": 153,
+            "IMGIMGDZ": 154,
+        },
+    },
+    "cohere_compass": {
+        "text_config": {
+            "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+        },
+    },
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0, "kv_n_heads": 2}},
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", *["sparse"] * 31],
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 6,
+        },
+    },
+    "diffusion_gemma": {
+        "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    },
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 150,
+            "<|extra_200|>": 155,
+            **{f"<|visual token {code:06d}|>": 151 + code for code in range(4)},
+        },
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {**_ROPE, "mrope_section": [22, 22, 20]}},
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "glm4v_moe": {
         "text_config": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5}},
     },
+    "granite4_vision": {
+        "deepstack_layer_map": [[1, 0], [2, 1]],
+        "downsample_rate": "2/4",
+        "spatial_target_layers": [2, 3],
+    },
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": _SECTIONS}},
     "instructblip": {"image_token_index": 150},
+    "instructblipvideo": {"video_token_index": 150},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "qwen2_5_omni_thinker": {
+        "vision_start_token_id": 151652,
+        "text_config": {"rope_parameters": _SECTIONS},
+    },
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
+    "pop2piano": {"decoder_start_token_id": 0},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    # Without noise on the codes of sound, which would differ between processes.
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": {"vae_std": 0.0}},
+    "step3p7": {"text_config": {"sliding_window": 512}},
     **{
         kind: {"text_config": {"rope_parameters": _SECTIONS}}
         for kind in (

@@ -157,7 +157,13 @@ class WorkerPool:
         job = pickle.dumps((world, self._store.port, self._jobs, sys.path, payload))
         for worker in self._workers[:world]:
             worker.connection.send_bytes(job)
-        return self._collect(world, timeout_s)
+        try:
+            return self._collect(world, timeout_s)
+        except DistributedError:
+            raise
+        except BaseException:  # interrupted: the next job would get the answers to this one
+            self.close()
+            raise
 
     def _grow(self, world: int) -> None:
         if self._store is None:

@@ -138,9 +138,14 @@ def test_packed_layers_are_not_sharded(tmp_path: Path) -> None:
     assert "store these layers as int8 rows" in message
 
 
-# Patches of images; sound.
+# Patches of images; sound; a list of experts, of which each process calls others.
 @pytest.mark.parametrize(
-    ("kind", "head"), [("qwen2_vl", "image_text_to_text"), ("whisper", "speech_to_text")]
+    ("kind", "head"),
+    [
+        ("qwen2_vl", "image_text_to_text"),
+        ("whisper", "speech_to_text"),
+        ("switch_transformers", "sequence_to_sequence"),
+    ],
 )
 def test_other_heads_on_sharded_weights(kind: str, head: str, tmp_path: Path) -> None:
     plain = build_twin(default_config(kind), head)

@@ -41,3 +41,21 @@ def test_lists_of_sizes_and_overrides_fit_the_small_depth(kind: str) -> None:
     assert text.num_hidden_layers == LAYERS == len(text.layer_types)
     again = type(text).from_dict(text.to_dict())  # a saved config is read again
     assert again.num_hidden_layers == LAYERS
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "axk1", "youtu", "longcat_flash"])
+def test_width_of_rotary_heads(kind: str) -> None:
+    """Latent attention applies rotary embeddings to a part of each head, of width `head_dim`."""
+    small = shrink_config(transformers.AutoConfig.for_model(kind)).get_text_config(decoder=True)
+    assert small.head_dim == small.qk_rope_head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [([16, 24, 24], [2, 3, 3]), ([22, 22, 20], [3, 3, 2]), ([24, 20, 20], [4, 2, 2])],
+)
+def test_sections_of_multimodal_positions(sections: list[int], expected: list[int]) -> None:
+    """They keep their proportions, and their sum is half the width of a head."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    config = transformers.Qwen2VLConfig(text_config={"rope_parameters": rope})
+    assert shrink_config(config).text_config.rope_parameters["mrope_section"] == expected

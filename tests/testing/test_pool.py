@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_an_exception_names_its_rank_and_the_pool_lives_on():
     with pytest.raises(DistributedError, match=r"(?s)rank 1: .*this one"):
         run_distributed(fail_on, 2, 1)
     assert run_distributed(sum_of_ranks, 2, 0)[0] == (0, 1.0)
+
+
+def test_an_interrupted_job_does_not_answer_the_next_one():
+    def interrupt(*_: object) -> None:
+        raise InterruptedError("the caller's time is over")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(InterruptedError):
+            run_distributed(time.sleep, 2, 3.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert run_distributed(sum_of_ranks, 2, 0) == [(0, 1.0), (1, 1.0)]
 
 
 def test_a_dead_worker_is_named_and_replaced():

@@ -67,9 +67,10 @@ class LanguageLoss:
             return self._whole(arguments, targets, num_items, own_items)
         body = self.foreign.get_submodule(self.structure.body)
         out = body(**call_arguments(body, arguments, cached=False))
+        hidden = hidden_of(out)[:, -targets.shape[1] :]  # GIT has those of image patches before
         if self.behavior.head == "linear" and self._is_plain_head():
-            return self._linear(hidden_of(out), targets, num_items)
-        return self._by_chunks(out, arguments, targets, num_items)
+            return self._linear(hidden, targets, num_items)
+        return self._by_chunks(with_hidden(out, hidden), arguments, targets, num_items)
 
     def _balances(self) -> bool:
         """Return True if the model adds a load-balancing loss for its experts."""
@@ -204,6 +205,9 @@ def head_loss(
         return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
     if config.head in _TARGET_HEADS and is_seq2seq(foreign):
         arguments = {**arguments, "labels": labels}  # shifted, they are the decoder's input
+        shift = getattr(foreign, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None and arguments.get("decoder_input_ids") is None:  # FSMT does not shift
+            arguments["decoder_input_ids"] = shift(labels.clone())
     out = foreign(**call_arguments(foreign, arguments, cached=False))
     if getattr(out, "logits", None) is None:
         raise ConfigError(

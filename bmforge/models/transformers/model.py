@@ -38,6 +38,7 @@ from bmforge.models.transformers.structure import (
     Structure,
     accepted_arguments,
     find_structure,
+    has_whole_groups,
     linear_names,
 )
 from bmforge.models.transformers.tensor_plan import find_tensor_plan
@@ -226,6 +227,7 @@ class TransformersModel(Model):
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
         cuts, refusal = find_tensor_plan(self)
         split_points = self.behavior.split_points
+        called = self.called_linear()
         first, last = stage_ends(self.structure, split_points.after)
         return LayoutRules(
             zero_units=blocks,
@@ -236,7 +238,7 @@ class TransformersModel(Model):
             pipeline_first=first,
             pipeline_last=last,
             pipeline_refusal=split_points.refusal,
-            quantize_targets=tuple(self.called_linear()),
+            quantize_targets=tuple(n for n in called if has_whole_groups(self.get_submodule(n))),
         )
 
     def called_linear(self) -> list[str]:

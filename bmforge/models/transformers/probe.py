@@ -102,7 +102,7 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
         hf_config: transformers config of the model; only its sizes are changed.
         head: key of `library.AUTO_CLASSES`. Language models are tested completely, text encoders
             and encoder-decoders only for the use of their layers and, if any, the KV cache, and
-            vision-language models only for how they compute logits.
+            vision-language models only for how they compute logits and use layers for a text.
     """
     untested = Behavior(reason=f"head={head!r} is not tested")
     tested = ("language_model", "sequence_to_sequence", "image_text_to_text", *_ENCODER_HEADS)
@@ -117,7 +117,11 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
             return replace(untested, **_observe_use(twin, _text_ids())[1])
         if head == "image_text_to_text":
             kind, factor = _find_text_head(twin, find_structure(twin))
-            return replace(untested, head=kind, factor=factor)
+            use = _observe_use(twin, _text_ids())[1]
+            untrained = use["untrained"] - use["idle"]  # a text does not use the image encoder
+            return replace(
+                untested, head=kind, factor=factor, read=use["read"], untrained=untrained
+            )
         return _probe(twin, find_structure(twin))
     except Exception as error:  # any code of transformers may fail at small sizes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

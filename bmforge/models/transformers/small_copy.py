@@ -32,14 +32,16 @@ _SIZES: dict[int, str] = {
     "out_hidden_size text_hidden_size encoder_hidden_size vision_hidden_size projection_dim "
     "projector_hidden_size projection_hidden_dim projection_hidden_size adapter_in_dim "
     "adapter_out_dim adapter_input_size d_latents entity_emb_size "
-    "pooler_hidden_size",
+    "pooler_hidden_size audio_hidden_size cross_hidden_size decoder_hidden_size "
+    "post_conv_out_channels projector_output_dim vision_output_dim upsample_groups",
     192: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
     "feed_forward_proj_dim dim_feedforward intermediate_size_mlp dense_intermediate_size",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
     "num_decoder_layers depth num_experts num_local_experts n_routed_experts moe_num_experts "
     "linear_num_value_heads mamba_n_heads mamba_num_heads num_attention_heads n_head n_heads "
     "num_heads encoder_attention_heads decoder_attention_heads attention_heads laurel_rank "
-    "swa_num_attention_heads num_attention_heads_per_layer linear_num_heads num_blocks",
+    "swa_num_attention_heads num_attention_heads_per_layer linear_num_heads num_blocks "
+    "cross_num_attention_heads cross_num_key_value_heads index_kpool num_filters",
     2: "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selects "
     "moe_top_k experts_per_token index_n_heads linear_num_key_heads mamba_expand altup_num_inputs "
     "swa_num_key_value_heads indexer_n_heads indexer_compress_ratio heads_per_ngram "
@@ -53,7 +55,7 @@ _SIZES: dict[int, str] = {
     "qk_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size "
     "chunk_size sliding_window attention_window_size window_size query_pre_attn_scalar "
     "linear_head_dim sliding_window_size local_attention_window_len indexer_head_dim hc_lowrank "
-    "mm_tokens_per_image",
+    "mm_tokens_per_image cross_head_dim",
     8: "qk_nope_head_dim qk_rope_head_dim index_topk mamba_d_state ssm_state_size state_size "
     "patch_size indexer_budget",
     1: "n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups n_groups "
@@ -73,12 +75,26 @@ _PER_LAYER = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "_block_types"
 _LAYER_LISTS = (*_KIND_LISTS, "no_rope_layers", "attention_layers", "moe_layers", "_block_types")
 _DROPOUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "router_jitter_noise")
 # model_type -> fields that must match the small sizes above and are not derived from them.
-_RANK_HEAD = {"head_dim": 8}
 _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_head": 16},
-    "axk1": _RANK_HEAD,
-    "deepseek_v2": {**_RANK_HEAD, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "bailing_hybrid": {**_RANK_HEAD, "topk_group": 1},
+    "deepseek_v2": {"head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": {"topk_group": 1},
+    "apertus1p5": {"image_token_offset": 16, "audio_token_offset": 80},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 64},
+    "wavtokenizer_encoder": {"codebook_size": 64, "codebook_dim": 64},
+    "chameleon_vqgan": {"num_embeddings": 4},
+    "emu3_vqgan": {"codebook_size": 4},
+    "dia_decoder": {"num_channels": 9},
+    "fun_asr_nano": {
+        "adaptor_config": {
+            "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 16,
+            "projector_hidden_size": 64,
+        },
+    },
+    "kosmos-2": {"latent_query_num": 4},
+    "mistral_large4_text": {"kv_source_layers": [0, 1, 2, 3]},
+    "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64},
+    "molmo2_adapter": {"vision_feature_layer": [3, 1]},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "hrm_text": {
         "num_layers_per_stack": 2, "num_hidden_layers": 12, "H_cycles": 2, "L_cycles": 2,
@@ -89,10 +105,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 32},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "deepseek_v3": _RANK_HEAD,
-    "youtu": _RANK_HEAD,
     "longcat_flash": {
-        **_RANK_HEAD, "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+        "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
     },
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
@@ -176,10 +190,15 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the config fields to make smaller, with their new values."""
     heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
     layers = values.get("num_hidden_layers") or values.get("depth") or LAYERS
+    ropes = values.get("qk_rope_head_dim")  # some configs repeat it as head_dim
+    is_rope = ropes is not None and ropes == values.get("head_dim")
+    width = _BY_FIELD["qk_rope_head_dim" if is_rope else "head_dim"]
     for name, value in values.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if name in _KV_FIELDS and is_number and heads:
             yield name, _HEADS if value == heads else 1 if value == 1 else _KV_HEADS
+        elif name == "head_dim" and is_number and value:
+            yield name, width
         elif name in _BY_FIELD and is_number and value:  # 0 means that the model has no such part
             yield name, _BY_FIELD[name]
         elif isinstance(value, (list, tuple)) and len(value) == layers and layers > LAYERS:
@@ -190,30 +209,32 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
             yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the twin
         elif isinstance(value, dict) and "mrope_section" in value:
-            yield name, {**value, "mrope_section": _shrink_sections(value)}
+            yield name, {**value, "mrope_section": _shrink_sections(value, width)}
         elif name.endswith(("_indexes", "_indices")) and isinstance(value, (list, tuple)):
             yield name, sorted({number * LAYERS // layers for number in value})
         elif name.endswith(("token_id", "token_index")):
             yield name, _small_id(name, value)
-        elif isinstance(value, dict) and "mrope_section" in value:
-            yield name, {**value, "mrope_section": [2, 3, 3]}  # the sum is half of head_dim
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
     """Return one value per layer of the twin, including as many kinds of layers as possible."""
     short = values[:LAYERS]
-    missing = [value for value in dict.fromkeys(values) if value not in short]
+    missing: list[Any] = []  # values may be lists, which have no hash
+    for value in values:
+        if value not in short and value not in missing:
+            missing.append(value)
     if keeps_kinds:
         for number, value in enumerate(missing[: LAYERS - 1]):
             short[LAYERS - 1 - number] = value
     return short
 
 
-def _shrink_sections(rope: dict[str, Any]) -> list[int]:
-    """Return the sections of a multimodal rotary embedding for the head width of the twin."""
+def _shrink_sections(rope: dict[str, Any], width: int) -> list[int]:
+    """Return the sections of a multimodal rotary embedding for heads of `width`."""
     sections = rope["mrope_section"]
-    pairs = int(_BY_FIELD["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
-    short = [max(1, section * pairs // sum(sections)) for section in sections[1:]]
+    pairs = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+    total = sum(sections)
+    short = [max(1, (2 * size * pairs + total - 1) // (2 * total)) for size in sections[1:]]
     return [pairs - sum(short), *short]
 
 
@@ -280,5 +301,8 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
             if parameter.numel() and not bool(parameter.detach().any()):
                 parameter.data.normal_(0, 0.02)
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        part.eos_token_id = None
+        try:
+            part.eos_token_id = None
+        except strict_error():  # this config must have one
+            part.eos_token_id = -1
     return twin.eval()

@@ -11,7 +11,13 @@ from torch import nn
 from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.low_rank import linear_sizes
 
-__all__ = ["Structure", "accepted_arguments", "find_structure", "linear_names"]
+__all__ = [
+    "Structure",
+    "accepted_arguments",
+    "find_structure",
+    "has_whole_groups",
+    "linear_names",
+]
 
 # Layers that route tokens to experts; quantizing them would change which experts are selected.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "e_score_correction_bias"})
@@ -60,7 +66,7 @@ def _find_stacks(module: Any, embed: str) -> list[str]:
 
 
 def _rank_stacks(module: Any, embed: str, least: int) -> list[str]:
-    ranked: list[tuple[tuple[bool, bool, int], str]] = []
+    ranked: list[tuple[tuple[bool, bool, int, int], str]] = []
     classes = set(module._no_split_modules or ())
     owner = embed.rpartition(".")[0]
     for name, part in module.named_modules():
@@ -73,10 +79,14 @@ def _rank_stacks(module: Any, embed: str, least: int) -> list[str]:
         if not size or kinds <= _NO_BLOCKS:
             continue
         is_known = bool(kinds & classes)
-        ranked.append(((name.rpartition(".")[0] == owner, is_known, size), name))
+        # Convolutions before the blocks may have more parameters than the blocks (SpeechT5).
+        matrices = sum(p.numel() for p in part.parameters() if p.dim() == 2)
+        ranked.append(((name.rpartition(".")[0] == owner, is_known, matrices, size), name))
     ranked.sort(key=lambda pair: pair[0], reverse=True)
     preferred = [name for rank, name in ranked if rank[0] or rank[1]]
-    return preferred or [name for _, name in ranked[:1]]
+    most = max((rank[2] for rank, _ in ranked), default=0)
+    others = [name for rank, name in ranked if rank[2] > most // 2]  # encoder and decoder
+    return preferred or others or [name for _, name in ranked[:1]]
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
@@ -96,6 +106,12 @@ def _is_matrix(part: nn.Module) -> bool:
     sizes = linear_sizes(part)
     is_wide = sizes is not None and sizes[0] >= _LEAST_INPUTS
     return (is_wide and getattr(part, "weight", None) is not None) or is_foreign_experts(part)
+
+
+def has_whole_groups(part: nn.Module) -> bool:
+    """Return True if the packed formats can store a layer, whose inputs they divide into groups."""
+    sizes = linear_sizes(part)
+    return sizes is None or sizes[0] % _LEAST_INPUTS == 0
 
 
 def accepted_arguments(module: nn.Module) -> tuple[frozenset[str], bool]:
