@@ -19,6 +19,7 @@ from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError
 
 __all__ = [
+    "SKIP_ADVICE",
     "find_text",
     "is_cut_by_bytes",
     "is_json_lines",
@@ -29,7 +30,7 @@ __all__ = [
     "read_text_file",
 ]
 
-_WAY_OUT = "Correct the input, or skip invalid input with skip_bad=True (--skip-bad)."
+SKIP_ADVICE = "Correct the input, or skip invalid input with skip_bad=True (--skip-bad)."
 _LONGEST_LINE_BYTES = 1 << 28
 _LARGEST_JSON_BYTES = 1 << 28
 _SAMPLE_BYTES = 1 << 16
@@ -109,10 +110,10 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not JSON ({error}). {_WAY_OUT}") from error
+        raise DataError(f"file {str(where)!r} is not JSON ({error}). {SKIP_ADVICE}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} contains neither objects nor strings. {_WAY_OUT}")
+        raise DataError(f"file {str(where)!r} contains neither objects nor strings. {SKIP_ADVICE}")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -169,7 +170,7 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{location}: the line is not JSON ({error}). {_WAY_OUT}") from error
+        raise DataError(f"{location}: the line is not JSON ({error}). {SKIP_ADVICE}") from error
     text = find_text(record, options.text_field, location)
     metadata = read_metadata(record)
     return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
@@ -200,20 +201,20 @@ def find_text(record: Any, field: str, location: str) -> str:
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
                     f"{location}: there is no field {field!r} (the line has {seen}). Select a "
-                    f"field with text_field=... (--text-field). {_WAY_OUT}"
+                    f"field with text_field=... (--text-field). {SKIP_ADVICE}"
                 )
     if text is None:
         return ""
     if not isinstance(text, str):
         raise DataError(
             f"{location}: field {field!r} is of type {type(text).__name__} (needed: a "
-            f"string). {_WAY_OUT}"
+            f"string). {SKIP_ADVICE}"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{location}: the text is not valid Unicode ({error}). {_WAY_OUT}"
+            f"{location}: the text is not valid Unicode ({error}). {SKIP_ADVICE}"
         ) from error
     return text
 
