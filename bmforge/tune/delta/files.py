@@ -355,10 +355,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
         tensors, mark = read_weights(weights) if weights.exists() else (read_pickle(old), {})
     except (ValueError, SafetensorError, OSError, RuntimeError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"the adapter in {str(directory)!r} is damaged: {error}. Copy or save the adapter "
-            "again."
-        ) from error
+        raise CheckpointError(f"the adapter in {str(directory)!r} is damaged: {error}.") from error
     if not isinstance(config, dict) or not isinstance(mark, dict):
         raise CheckpointError(
             f"{CONFIG_NAME} in {str(directory)!r} is not a JSON object. Save the adapter again."

@@ -105,8 +105,7 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the parameters that are trained in full.
 
-    PEFT represents only complete modules with Hugging Face names; for a prompt, only the task's
-    head.
+    PEFT stores only whole modules with Hugging Face names; for a prompt, only the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
@@ -160,8 +159,7 @@ def write_tensors(
         wholes: parameters trained in full (`modules_to_save`).
 
     Returns:
-        dict from PEFT's name to tensor; dict from fused layer to the ranks of its bmforge layers;
-        and PEFT's config fields for the ranks
+        tensors by PEFT's name, ranks by fused layer, and PEFT's config fields for these ranks
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
