@@ -29,8 +29,8 @@ import torch
 
 import __main__
 from bmforge.device import default_device, device_name
-from bmforge.host_memory import resident_bytes
-from bmforge.host_tuning import give_back_memory, tuned_host
+from bmforge.host_memory import give_back_memory, resident_bytes
+from bmforge.host_tuning import tuned_host
 
 __all__ = [
     "MIB",

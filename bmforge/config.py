@@ -249,7 +249,7 @@ def load_toml(cls: type[C], path: str | Path) -> C:
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"config file {str(file)!r} does not exist.")
+        raise ConfigError(f"config file {str(file)!r} does not exist. Check its path.")
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

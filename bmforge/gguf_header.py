@@ -301,7 +301,7 @@ class _Cursor:
         try:
             return self.take(self.count(1, "characters")).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.damaged(f"a text in the header is not UTF-8 ({error})") from error
+            raise self.damaged(f"a string in the header is not UTF-8 ({error})") from error
 
     def value(self, key: str, kind: int) -> Any:
         """Read and return a metadata value of type `kind`."""

@@ -15,6 +15,8 @@ from bmforge.errors import ConfigError
 __all__ = [
     "available_host_bytes",
     "data_room_bytes",
+    "find_glibc",
+    "give_back_memory",
     "host_memory_bytes",
     "peak_resident_bytes",
     "resident_bytes",
@@ -173,3 +175,22 @@ def _read_group(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | 
         return None
     cache = next((line.split()[1] for line in stat if line.split()[0] == names[2]), "0")
     return int(limit), int(used) - int(cache)
+
+
+def give_back_memory() -> None:
+    """Make glibc return all freed memory of this process to the operating system."""
+    library = find_glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def find_glibc() -> ctypes.CDLL | None:
+    """Return the C library, or None unless it is glibc and its allocator is in use."""
+    if not sys.platform.startswith("linux"):
+        return None
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "gnu_get_libc_version"):  # musl
+        return None
+    glibc = ctypes.CDLL("libc.so.6")
+    used, own = (ctypes.cast(lib.malloc, ctypes.c_void_p).value for lib in (process, glibc))
+    return glibc if used == own else None  # jemalloc and others replace malloc

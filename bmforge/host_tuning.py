@@ -7,9 +7,7 @@ The settings change only the order of summation, not what is computed. The envir
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -17,12 +15,11 @@ import torch
 
 from bmforge.device import fast_products, is_host
 from bmforge.errors import ConfigError, suggest
-from bmforge.host_memory import resident_bytes
+from bmforge.host_memory import find_glibc, give_back_memory, resident_bytes
 from bmforge.logging import get_logger
 
 __all__ = [
     "MemoryWatch",
-    "give_back_memory",
     "keep_freed_memory",
     "read_tuning",
     "return_freed_memory",
@@ -64,7 +61,7 @@ def keep_freed_memory() -> bool:
     to the system; if glibc is too old for that threshold, all blocks are kept. Other allocators are
     not affected.
     """
-    library = _glibc()
+    library = find_glibc()
     if library is None:
         return False
     keeps = library.mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK) or library.mallopt(_MMAP_MAX, 0)
@@ -78,27 +75,8 @@ def return_freed_memory() -> bool:
     By default glibc raises this threshold over time, per thread. Freed memory between long-lived
     blocks is then often too small for later blocks, and the process exceeds its memory budget.
     """
-    library = _glibc()
+    library = find_glibc()
     return library is not None and bool(library.mallopt(_MMAP_THRESHOLD, _RETURNED_BLOCK))
-
-
-def give_back_memory() -> None:
-    """Make glibc return all freed memory of this process to the operating system."""
-    library = _glibc()
-    if library is not None:
-        library.malloc_trim(0)
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """Return the C library, or None unless it is glibc and its allocator is in use."""
-    if not sys.platform.startswith("linux"):
-        return None
-    process = ctypes.CDLL(None)
-    if not hasattr(process, "gnu_get_libc_version"):  # musl
-        return None
-    glibc = ctypes.CDLL("libc.so.6")
-    used, own = (ctypes.cast(lib.malloc, ctypes.c_void_p).value for lib in (process, glibc))
-    return glibc if used == own else None  # jemalloc and others replace malloc
 
 
 class MemoryWatch:

@@ -214,12 +214,12 @@ class Side:
         master: storage of the trained values, possibly in a wider dtype than the tensor.
         origin: storage from which the values are streamed when the block runs; the tensor's own
             memory is then not valid.
-        left_gradient: queue that receives the gradient as soon as backward has computed it.
+        offloaded_gradient: queue that receives the gradient as soon as backward has computed it.
     """
 
     master: Keeper | None = None
     origin: Keeper | None = None
-    left_gradient: Any = None
+    offloaded_gradient: Any = None
 
 
 _NOTHING = Side()

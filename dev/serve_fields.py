@@ -33,7 +33,8 @@ def write_page() -> str:
             lines.append(f"| `{field.alias or name}` | {treatment_of(endpoint, name)} |\n")
         for name, neutral in getattr(model, "neutral_fields", {}).items():
             values, reason = neutral.allowed, neutral.reason
-            lines.append(f"| `{name}` | neutral value only (`{values}`): {reason} |\n")
+            treatment = "no effect" if neutral.is_hint else f"neutral value only (`{values}`)"
+            lines.append(f"| `{name}` | {treatment}: {reason} |\n")
         lines.append("\n")
     return "".join(lines).rstrip() + "\n"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.models import Llama, LlamaConfig, Model, init_weights_, load_weights_
-from bmforge.nn.part import BesidePart, TensorNote, attach_part_
+from bmforge.nn.part import AdapterModule, TensorNote, attach_part_
 from bmforge.parallel import (
     Layout,
     data_parallel_rank,
@@ -36,7 +36,7 @@ CONFIG = LlamaConfig(
 )
 
 
-class Gate(BesidePart):
+class Gate(AdapterModule):
     """Multiplies a module's output by a trained vector."""
 
     cut_styles = frozenset({"", "part"})  # unsharded modules, and those with sharded children

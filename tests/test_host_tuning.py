@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmforge import device, host_tuning
+from bmforge import device, host_memory, host_tuning
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import MemoryWatch, keep_freed_memory, read_tuning, tuned_host
 
@@ -54,7 +54,7 @@ def test_words(monkeypatch: pytest.MonkeyPatch) -> None:
             read_tuning()
 
 
-@pytest.mark.skipif(host_tuning._glibc() is None, reason="the allocator is not glibc's")
+@pytest.mark.skipif(host_memory.find_glibc() is None, reason="the allocator is not glibc's")
 def test_freed_memory_is_not_faulted_in_again() -> None:
     assert keep_freed_memory()
     pages, faults = (32 << 20) // 4096, []
@@ -67,10 +67,11 @@ def test_freed_memory_is_not_faulted_in_again() -> None:
 
 
 def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tuning, "_glibc", lambda: None)
+    for module in (host_memory, host_tuning):
+        monkeypatch.setattr(module, "find_glibc", lambda: None)
     set_words(monkeypatch, "memory")
     assert not keep_freed_memory()
-    host_tuning.give_back_memory()
+    host_memory.give_back_memory()
     with tuned_host(CPU) as watch:
         assert watch is None
 
@@ -172,7 +173,7 @@ print(grown())
 """
 
 
-@pytest.mark.skipif(host_tuning._glibc() is None, reason="the allocator is not glibc's")
+@pytest.mark.skipif(host_memory.find_glibc() is None, reason="the allocator is not glibc's")
 def test_freed_blocks_are_returned() -> None:
     """In a process of its own, whose allocator no other test has told anything."""
     done = subprocess.run([sys.executable, "-c", _RETURNS], capture_output=True, text=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmforge.memory.state_storage import Home
+from bmforge.memory.state_storage import StateStorage
 from bmforge.records import (
     LaidOut,
     Side,
@@ -33,8 +33,8 @@ from bmforge.shards import Source, is_streamed, put_values_, source_of, whole_te
 VALUES = torch.arange(6.0).view(2, 3)
 
 
-def home(values: torch.Tensor) -> Home:
-    made = Home(values.numel(), dtype=values.dtype)
+def home(values: torch.Tensor) -> StateStorage:
+    made = StateStorage(values.numel(), dtype=values.dtype)
     made.put(0, values)
     return made
 
@@ -45,10 +45,10 @@ def test_a_side_stays_with_its_tensor() -> None:
     assert side_of(one) == Side()
     kept = home(VALUES)
     note_(one, master=kept)
-    note_(one, left_gradient="gone")
-    assert side_of(one) == Side(master=kept, left_gradient="gone")
+    note_(one, offloaded_gradient="gone")
+    assert side_of(one) == Side(master=kept, offloaded_gradient="gone")
     assert side_of(other) == side_of(copy.deepcopy(one)) == Side()
-    note_(one, master=None, left_gradient=None)
+    note_(one, master=None, offloaded_gradient=None)
     assert side_of(one) == Side()
     assert not weakref.getweakrefs(one)
 

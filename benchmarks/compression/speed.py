@@ -48,8 +48,8 @@ from bmforge.compress import (
     shrink_,
 )
 from bmforge.compress.quantize.int8_product import int8_linear
-from bmforge.host_memory import peak_resident_bytes, resident_bytes
-from bmforge.host_tuning import give_back_memory, return_freed_memory
+from bmforge.host_memory import give_back_memory, peak_resident_bytes, resident_bytes
+from bmforge.host_tuning import return_freed_memory
 from bmforge.infer.decoder import Decoder
 from bmforge.models import Llama, LlamaConfig
 from bmforge.nn.packing import PRESETS

@@ -4,8 +4,8 @@
 
 Two processes train the same transformer from the same weights on the same batch. One side is a
 BMTrain program that imports `bmforge.compat.bmtrain` (blocks, OptimManager, FusedCrossEntropy,
-Adam, clipping). The other side uses `fully_shard`, torch's AdamW and torch's clipping. Both sides
-recompute activations, or neither does. The steps alternate.
+AdamOffloadOptimizer, clipping). The other side uses `fully_shard`, torch's AdamW and torch's
+clipping. Both sides recompute activations, or neither does. The steps alternate.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def build_bmtrain(weights: dict[str, Tensor], recompute: bool) -> Callable[[], f
     """Return a training step of the BMTrain program."""
     model = BMTrainModel(recompute)
     model.load_state_dict(weights)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, weight_decay=1e-2)
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=LR, weight_decay=1e-2)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     loss_func, ids = bmt.loss.FusedCrossEntropy(), rows()

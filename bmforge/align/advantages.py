@@ -14,7 +14,14 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 
-__all__ = ["ADVANTAGES", "AdvantageName", "compute_advantages", "discount_kl", "weigh_rewards"]
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageName",
+    "check_group_size",
+    "compute_advantages",
+    "discount_kl",
+    "weigh_rewards",
+]
 
 AdvantageName = Literal["group", "batch", "mean", "leave_one_out", "whitened", "gae"]
 
@@ -32,6 +39,21 @@ def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards.isnan().all(0), torch.nan)
 
 
+def check_group_size(name: AdvantageName, size: int) -> None:
+    """Raise `ConfigError` if a method compares answers to a prompt, but each prompt has only one.
+
+    Args:
+        name: method that computes advantages.
+        size: number of answers per prompt.
+    """
+    if size == 1 and name not in ("batch", "whitened", "gae"):
+        raise ConfigError(
+            "rollout.num_generations=1 gives every answer the advantage 0 with "
+            f"rl.advantage={name!r}, which compares the answers to one prompt. Generate at "
+            "least 2 answers per prompt, or use --method reinforce++."
+        )
+
+
 def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
     """Return the advantage of every answer, in fp64; 0 for answers without a reward.
 
@@ -47,12 +69,7 @@ def compute_advantages(rewards: Tensor, name: AdvantageName) -> Tensor:
         ConfigError: the method compares answers to the same prompt, but there is only one per
             prompt.
     """
-    if rewards.shape[1] == 1 and name != "batch":
-        raise ConfigError(
-            "rollout.num_generations=1 gives every answer the advantage 0 with "
-            f"rl.advantage={name!r}, which compares the answers to one prompt. Generate at "
-            "least 2 answers per prompt, or use --method reinforce++."
-        )
+    check_group_size(name, rewards.shape[1])
     return ADVANTAGES[name](rewards.double()).nan_to_num(nan=0.0)
 
 

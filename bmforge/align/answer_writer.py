@@ -61,13 +61,13 @@ class AnswerWriter:
             self._owners = _find_owners(model)
         if not can_pack(self._copy or model):
             raise ConfigError(
-                "rollouts require a decoder-only language model with learned or rotary positions, "
-                f"but the policy is a {type(model).__name__}."
+                f"rollouts do not support a {type(model).__name__} (supported: decoder-only "
+                "language models with learned or rotary positions). Train another model."
             )
         requests = RequestsConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max(128, max_num_seqs),
-            total_tokens=max_num_seqs * (max_tokens + 32),  # pages have 16 tokens
+            total_tokens=max_num_seqs * (max_tokens + 32),  # KV blocks have 16 tokens
             max_queue_size=1 << 20,
         )
         self._is_training = model.training
@@ -80,7 +80,7 @@ class AnswerWriter:
     def runs_natively(self) -> bool:
         """True if native kernels run all blocks; `score` is then bit-identical to sampling."""
         model = self._copy or self._model
-        with evaluating(model):  # like `write`, because native kernels do not support dropout
+        with evaluating(model):  # native kernels do not support dropout
             return NativeStep().knows(model.layers)
 
     @property
@@ -171,7 +171,10 @@ class AnswerWriter:
         trained = persistent_tensors(self._model)
         copied = persistent_tensors(self._copy)
         if not self._owners and (missing := copied.keys() - trained.keys()):
-            raise RuntimeError(f"the rollout copy has tensors that the policy lacks: {missing}.")
+            raise RuntimeError(
+                f"the rollout copy has tensors that the policy lacks: {missing}. Return a model of "
+                "the same structure from make_copy."
+            )
         for name, target in copied.items():
             if name in trained:
                 target.copy_(whole_tensor(trained[name]))

@@ -6,6 +6,7 @@ work on (B, T) tensors whose mask is 1 on the tokens of answers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -88,7 +89,7 @@ class PolicyConfig:
     lam: float | None = None
 
     def resolve(self, method: str) -> Policy:
-        """Return the complete policy loss of a method, in which the options that are set apply.
+        """Return the policy loss of a method; options that are set replace the method's defaults.
 
         Raises:
             ConfigError: the method is unknown, or a number is out of range or has no effect.
@@ -129,7 +130,9 @@ class Policy:
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or a KL option without effect."""
-        wrong = [
+        numbers = {name: n for name, n in vars(self).items() if isinstance(n, float | int)}
+        wrong = [f"rl.{k}={n} must be finite" for k, n in numbers.items() if not math.isfinite(n)]
+        wrong += [
             f"rl.{name}={getattr(self, name)} must be at least {least}"
             for name, least in (("clip_low", 0), ("clip_high", 0), ("beta", 0))
             if getattr(self, name) < least
@@ -153,7 +156,7 @@ class Policy:
 
 
 def _find_idle(policy: Policy) -> dict[str, tuple[bool, str]]:
-    """Return for options of the loss whether they have no effect, and the setting that is why."""
+    """Return a dict from option to (True if it has no effect, the setting that is the reason)."""
     has_kl, clip = policy.beta > 0, f"rl.clip={policy.clip}"
     in_reward = has_kl and policy.kl_in == "reward"
     return {

@@ -105,7 +105,7 @@ class PairObjective:
             return None
         is_answer = (labels != IGNORE_INDEX) & _has_score(labels)
         sums = sum_answers(scores.logprobs.where(is_answer, 0), batch)
-        # A placeholder with which the losses of padding pairs are finite.
+        # A placeholder that keeps the losses of padding pairs finite.
         sums = sums.where(is_real.repeat_interleave(2), -1.0)
         lengths = sum_answers(is_answer.long(), batch).clamp(min=1)
         reference = batch.get(_REFERENCE, torch.zeros_like(sums)).to(sums.dtype)
@@ -183,9 +183,9 @@ class UnpairedObjective:
         return int(pairs_of(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Add the reference model's log-probabilities and numbers of the step to the micro-batches.
+        """Add reference log-probabilities and statistics of the whole step to the micro-batches.
 
-        The numbers are the KL estimate z, and the weights of answers in the metric of the margin.
+        The statistics are the KL estimate z, and the weights of good and bad answers in the margin.
 
         Comm: an all-reduce of three numbers.
         """
@@ -249,10 +249,10 @@ def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
 def _margin(
     reward: Tensor, is_good: Tensor, is_real: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's part of KTO's margin: mean reward of good minus that of bad answers.
+    """Return the contribution of a micro-batch to KTO's margin, and its weight in the mean.
 
-    Both means are over the optimizer step, as in TRL, so the parts of a step's micro-batches have
-    the weights that `UnpairedObjective.prepare` computed from the step's numbers of answers.
+    The margin is the mean reward of good answers minus that of bad answers, over the optimizer
+    step, as in TRL. `UnpairedObjective.prepare` has computed the factors of both kinds of answers.
     """
     good, bad = (batch[name].to(reward.dtype) for name in _MARGIN_WEIGHTS)
     total, count = _mean(torch.where(is_good, good * reward, -bad * reward), is_real)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bmforge.align.scoring import TokenScores, score_tokens
 from bmforge.align.value_training import VALUE_METRICS, ValueTrainer
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
+from bmforge.parallel import reshard_
 from bmforge.records import laid_out
 from bmforge.surgery import evaluating
 from bmforge.train.metric_sums import MetricKind, MetricValue
@@ -234,27 +236,40 @@ class PolicyScores:
         return scores
 
 
-def open_reference(model: Any, trains_base: bool) -> Reference:
+def open_reference(
+    model: Any, trains_base: bool, make_copy: Callable[[], Any] | None = None
+) -> Reference:
     """Return the initial policy as reference: the model without its adapter, or a frozen copy.
 
     Args:
         model: trained model with its initial weights.
         trains_base: True if modules that are not part of an adapter are trained.
+        make_copy: function that builds a second model with the initial weights, on the layout of
+            the policy; if None, an unsharded model is copied, and a sharded model raises an error.
 
     Raises:
-        ConfigError: the model is on several processes, so that it cannot be copied.
+        ConfigError: the model is sharded, and `make_copy` is None.
     """
     if list_deltas(model) and not trains_base:
         return _reference_of(model, lambda: choosing_deltas(model, base_adapters(model)))
-    record = laid_out(model)
-    is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
-    if is_sharded or (record is not None and record.mesh is not None and record.mesh.size() > 1):
-        raise ConfigError(
-            "rl.beta above 0 needs a reference model, but a model on several processes cannot be "
-            "copied. Add --adapter lora, so that the base model is the reference, or set "
-            "rl.beta=0."
-        )
-    return _reference_of(copy.deepcopy(model).requires_grad_(False), nullcontext)
+    if make_copy is None:
+        record = laid_out(model)
+        is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
+        if is_sharded or (record is not None and record.mesh and record.mesh.size() > 1):
+            raise ConfigError(
+                "make_copy=None is not supported for a sharded model. Pass a function that builds "
+                "a second model on the same layout."
+            )
+        make_copy = partial(copy.deepcopy, model)
+    frozen = make_copy().requires_grad_(False)
+    score = _reference_of(frozen, nullcontext)
+
+    def reference(inputs: Mapping[str, Any], labels: Tensor, temperature: float) -> Tensor:
+        logprobs = score(inputs, labels, temperature)
+        reshard_(frozen)  # without a backward pass, gathered weights are not freed
+        return logprobs
+
+    return reference
 
 
 def _reference_of(model: Any, opening: Callable[[], AbstractContextManager[Any]]) -> Reference:

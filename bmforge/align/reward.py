@@ -6,7 +6,7 @@ process reward model is a token classifier with two classes, trained on the labe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,10 +45,6 @@ class RewardObjective:
     def count(self, batch: Batch) -> int:
         """Return the number of pairs in a batch."""
         return int((batch["labels"][::2] != IGNORE_INDEX).any(1).sum())
-
-    def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches unchanged."""
-        return micro_batches
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of pairs, and its metrics."""
@@ -96,10 +92,6 @@ class ProcessRewardObjective:
     def count(self, batch: Batch) -> int:
         """Return the number of labeled steps in a batch."""
         return int((batch["labels"] != IGNORE_INDEX).sum())
-
-    def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches unchanged."""
-        return micro_batches
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of steps, and its metrics."""

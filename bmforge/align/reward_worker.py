@@ -1,8 +1,8 @@
 """Worker process for one reward function; it reads calls and writes rewards as JSON lines.
 
 `rewards.RewardProcess` starts it as ``python -m bmforge.align.reward_worker SPEC``. Unlike a
-thread, a process can be killed when a user's function hangs. Lines are JSON instead of pickles, and
-the function's output is redirected to standard error.
+thread, a process can be killed when a user's function hangs. Lines are JSON instead of pickles. The
+function has an empty standard input, and its output is redirected to standard error.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ def load_function(spec: str) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigError(
             f"the function {spec!r} cannot be loaded, because {origin} cannot be imported "
-            f"({error!r})."
+            f"({error!r}). Check the path, and the imports of this module."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(
-            f"the function {spec!r} does not exist, because {origin} has no function {name!r}."
+            f"the function {spec!r} does not exist, because {origin} has no function {name!r}. "
+            "Check the spelling."
         )
     return function
 
@@ -133,7 +134,10 @@ def _plain(value: Any) -> Any:
 
 def main() -> None:
     """Load the function named on the command line, and process calls until the input ends."""
+    # The function, and programs that it starts, must neither read calls nor write replies.
+    calls = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     try:
@@ -149,7 +153,7 @@ def main() -> None:
     is_tool = sys.argv[2:] == ["tool"]
     ready = {"ready": True, "schema": describe_function(function) if is_tool else None}
     print(json.dumps(ready), file=replies, flush=True)
-    for line in sys.stdin:
+    for line in calls:
         try:
             reply: dict[str, Any] = (
                 {"result": _run_tool(function, json.loads(line))}

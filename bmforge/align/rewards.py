@@ -12,7 +12,7 @@ import json
 import math
 import os
 import queue
-import re
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bmforge.align.reward_calls import STATE_ARGUMENT, RewardReply, call_reward
-from bmforge.align.verifiers import VERIFIERS
+from bmforge.align.reward_names import name_of, name_rewards, read_weight
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
@@ -33,7 +33,6 @@ __all__ = [
     "Scorer",
     "ToolProcess",
     "open_rewards",
-    "read_weight",
 ]
 
 Rewards = list[float | None]
@@ -45,28 +44,10 @@ class Scorer(Protocol):
     """Interface of reward sources, which score batches of answers."""
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return the rewards of a batch, or a `RewardReply`; an exception is a failed call."""
+        """Return a batch's rewards, or a `RewardReply`; raise an exception if the call fails."""
 
     def close(self) -> None:
         """Release the processes and models of the source."""
-
-
-def read_weight(spec: str) -> tuple[str, float]:
-    """Split a specification into its name and its weight (default: 1).
-
-    Raises:
-        ConfigError: the weight is not finite.
-    """
-    match = re.fullmatch(r"(.+)=([-+]?[\d.]+(?:[eE][-+]?\d+)?|[-+]?inf|nan)", spec)
-    if match is None:
-        return spec, 1.0
-    try:
-        weight = float(match[2])
-    except ValueError:
-        return spec, 1.0
-    if not math.isfinite(weight):
-        raise ConfigError(f"the weight of --reward {spec} must be a finite number.")
-    return match[1], weight
 
 
 class RewardProcess:
@@ -114,8 +95,11 @@ class RewardProcess:
         return reply
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, and the programs that the function has started."""
         if self._process is not None:
+            if hasattr(os, "killpg"):
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # the process leads its group
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -130,7 +114,8 @@ class RewardProcess:
             text=True,
             encoding="utf-8",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # Ctrl-C must not reach the process; the run closes it
+            # Ctrl-C must not reach the process; `close` kills the whole new process group.
+            start_new_session=True,
         )
         self._replies = queue.Queue()
         reader = threading.Thread(
@@ -229,7 +214,7 @@ class CallableReward:
         return out
 
     def close(self) -> None:
-        """Do nothing, because the function belongs to the caller."""
+        """Do nothing, because a function in this process has no resources to release."""
 
 
 class RewardSet:
@@ -351,17 +336,13 @@ def open_rewards(
         ConfigError: no reward is given, or a reward cannot be loaded.
     """
     sources: dict[str, Scorer] = {}
-    weights = []
+    pairs = [read_weight(r) if isinstance(r, str) else (name_of(r), 1.0) for r in rewards]
+    names = name_rewards([spec for spec, _ in pairs])
     try:
-        for reward in rewards:
-            spec, weight = (
-                read_weight(reward) if isinstance(reward, str) else (_name_of(reward), 1.0)
-            )
-            name = _short_name(spec)
-            name = name if name not in sources else f"{name}_{len(sources)}"
+        for reward, name, (spec, weight) in zip(rewards, names, pairs, strict=True):
             sources[name] = _open(reward if callable(reward) else spec, timeout_s, open_model)
-            weights.append(weight)
-        return RewardSet(sources, weights, timeout_s)
+            get_logger().info("reward %s: %s, with weight %g", name, spec, weight)
+        return RewardSet(sources, [weight for _, weight in pairs], timeout_s)
     except BaseException:
         for source in sources.values():
             source.close()
@@ -383,17 +364,3 @@ def _open(
             )
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _short_name(spec: str) -> str:
-    """Return the short name of a reward for metrics: its function, file, verifier or host."""
-    if spec.startswith(("http://", "https://")):
-        return spec.split("://", 1)[1].split("/")[0]
-    kind, _, argument = spec.partition(":")
-    if kind in VERIFIERS:
-        return kind
-    return Path(argument).name if kind == "dir" else spec.rpartition(":")[2]

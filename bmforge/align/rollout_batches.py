@@ -73,7 +73,7 @@ class RolloutAnswer:
 
 
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
-    """Collate answers into a micro-batch, padded on the right; None becomes padding without labels.
+    """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
 
     Advantages and the fields in `names` are at the positions of their tokens.
 

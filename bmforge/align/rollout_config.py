@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bmforge.errors import ConfigError
@@ -19,11 +19,13 @@ class PromptRow:
         ids: token ids.
         content: text or messages, as passed to reward functions.
         columns: further fields for reward functions.
+        template_options: tools and variables with which the chat template rendered the prompt.
     """
 
     ids: tuple[int, ...]
     content: Any
     columns: Mapping[str, Any]
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

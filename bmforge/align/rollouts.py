@@ -213,13 +213,13 @@ class RolloutLoader:
             for number, row, group in zip(numbers, rows, groups, strict=True)
             for completion in group
         ]
+        each = [row for row in rows for _ in range(self._config.num_generations)]
         if self._tools is not None:
             limit = self._config.max_new_tokens
             self._tools.continue_answers(
-                answers, self._writer, limit, partial(self._turn_seed, answers)
+                answers, each, self._writer, limit, partial(self._turn_seed, answers)
             )
         if self._rewards is not None:
-            each = [row for row in rows for _ in range(self._config.num_generations)]
             self._reward(self._rewards, answers, each)
         return {number: [a for a in answers if a.prompt == number] for number in numbers}
 

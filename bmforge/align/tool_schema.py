@@ -39,7 +39,7 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _type_of(hint: Any) -> dict[str, Any]:
-    """Return the JSON type of an annotation; {} (any value) if there is no annotation."""
+    """Return the JSON schema of an annotation; {} (any value) if there is no annotation."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kinds = [_type_of(part) for part in typing.get_args(hint) if part is not type(None)]
         return kinds[0] if len(kinds) == 1 else {}

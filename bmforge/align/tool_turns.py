@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from bmforge.align.answer_writer import AnswerWriter
 from bmforge.align.rollout_batches import RolloutAnswer
+from bmforge.align.rollout_config import PromptRow
 
 __all__ = ["FunctionCall", "ToolFunction", "ToolTurns"]
 
@@ -22,7 +23,7 @@ class FunctionCall:
     """Call of a function in an answer.
 
     Args:
-        name: name of the function.
+        name: name of the function; empty if the call cannot be parsed.
         arguments: dict from argument name to value; None if the arguments are not a JSON object.
     """
 
@@ -43,13 +44,14 @@ class ToolFunction(Protocol):
 class ToolTurns:
     """Runs the tool calls in generated answers and continues the answers after the results.
 
-    If a call raises an error, hangs or has wrong arguments, the model receives the error as the
-    result.
+    If a call raises an error, hangs, has wrong arguments, names an unknown function or cannot be
+    parsed, the model receives the error as the result.
 
     Args:
         functions: dict from name to function.
-        parse: function that returns the calls in the text of a turn.
-        encode: function that returns the token ids between two turns, from messages with results.
+        parse: function that returns the text before the calls of a turn, and the calls.
+        encode: function that returns the token ids between two turns, from messages with results,
+            the last token id of the turn, and the template options of the prompt.
         decode: function that returns the text for the token ids of a turn.
         max_turns: maximum number of turns that the model writes.
         timeout_s: time limit for a call in seconds."""
@@ -57,8 +59,8 @@ class ToolTurns:
     def __init__(
         self,
         functions: Mapping[str, ToolFunction],
-        parse: Callable[[str], Sequence[FunctionCall]],
-        encode: Callable[[Sequence[Mapping[str, Any]], int], list[int]],
+        parse: Callable[[str], tuple[str, Sequence[FunctionCall]]],
+        encode: Callable[[Sequence[Mapping[str, Any]], int, Mapping[str, Any]], list[int]],
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
         timeout_s: float,
@@ -69,6 +71,7 @@ class ToolTurns:
     def continue_answers(
         self,
         answers: Sequence[RolloutAnswer],
+        rows: Sequence[PromptRow],
         writer: AnswerWriter,
         max_tokens: int,
         seed_of: Callable[[int, int], int],
@@ -77,6 +80,7 @@ class ToolTurns:
 
         Args:
             answers: answers after their first turn.
+            rows: prompt of each answer.
             writer: generator of answers.
             max_tokens: maximum length of a whole answer in tokens, including results.
             seed_of: function (index of the answer, turn) -> random seed of the turn.
@@ -86,7 +90,7 @@ class ToolTurns:
             answer.messages = [{"role": "assistant", "content": answer.text}]
         running = list(range(len(answers)))
         for turn in range(1, self._max_turns):
-            running = [n for n in running if self._add_results(answers[n], max_tokens)]
+            running = [n for n in running if self._add_results(answers[n], rows[n], max_tokens)]
             if not running:
                 return
             written = writer.write_on(
@@ -97,13 +101,15 @@ class ToolTurns:
             for number, completion in zip(running, written, strict=True):
                 self._add_turn(answers[number], completion)
 
-    def _add_results(self, answer: RolloutAnswer, max_tokens: int) -> bool:
+    def _add_results(self, answer: RolloutAnswer, row: PromptRow, max_tokens: int) -> bool:
         """Run the last turn's calls and append the results; return False if the answer ends."""
-        calls = self._parse(answer.text) if answer.finish_reason == "stop" else ()
+        content, calls = self._parse(answer.text) if answer.finish_reason == "stop" else ("", ())
         if not calls:
             return False
-        results = [self._run(call, answer) for call in calls]
-        ids = self._encode(results, answer.ids[-1])
+        if all(call.arguments is not None for call in calls):
+            answer.messages[-1] = _describe_calls(content, calls)
+        results = [self._run(number, call, answer) for number, call in enumerate(calls)]
+        ids = self._encode(results, answer.ids[-1], row.template_options)
         if len(answer.ids) + len(ids) >= max_tokens:
             answer.finish_reason = "length"
             return False
@@ -113,19 +119,30 @@ class ToolTurns:
         answer.is_written += [False] * len(ids)
         return True
 
-    def _run(self, call: FunctionCall, answer: RolloutAnswer) -> dict[str, Any]:
+    def _run(self, number: int, call: FunctionCall, answer: RolloutAnswer) -> dict[str, Any]:
         """Return the message with the result of a call, or with its error."""
         answer.tool_calls += 1
         try:
-            if call.name not in self._functions:
-                raise ValueError(f"the function {call.name!r} does not exist")
-            if call.arguments is None:
-                raise ValueError(f"the arguments of {call.name!r} are not a JSON object")
-            text = self._functions[call.name].call(call.arguments, self._timeout_s)
+            text = self._call(call)
         except Exception as error:  # a user's function may raise anything
             answer.tool_failures += 1
             text = f"error: {error}"
-        return {"role": "tool", "name": call.name, "content": text}
+        return {
+            "role": "tool",
+            "name": call.name,
+            "tool_call_id": _id_of(number),
+            "content": text,
+        }
+
+    def _call(self, call: FunctionCall) -> str:
+        if not call.name:
+            raise ValueError("the call cannot be parsed")
+        if call.name not in self._functions:
+            names = ", ".join(self._functions)
+            raise ValueError(f"the function {call.name!r} does not exist (functions: {names})")
+        if call.arguments is None:
+            raise ValueError(f"the arguments of {call.name!r} are not a JSON object")
+        return self._functions[call.name].call(call.arguments, self._timeout_s)
 
     def _add_turn(self, answer: RolloutAnswer, completion: Any) -> None:
         answer.ids += completion.ids
@@ -139,3 +156,21 @@ class ToolTurns:
         """End the processes of the functions."""
         for function in self._functions.values():
             function.close()
+
+
+def _id_of(number: int) -> str:
+    """Return the id of a call; Mistral's templates require nine letters or digits."""
+    return f"call{number:05d}"
+
+
+def _describe_calls(content: str, calls: Sequence[FunctionCall]) -> dict[str, Any]:
+    """Return the message of a turn with calls, in OpenAI's format, as reward functions expect."""
+    described = [
+        {
+            "id": _id_of(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments or {})},
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": described}

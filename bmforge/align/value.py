@@ -9,7 +9,7 @@ Sources: Schulman et al., "Proximal policy optimization algorithms" (arXiv 1707.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,10 +188,6 @@ class ValueObjective:
     def count(self, batch: Batch) -> int:
         """Return the number of scored tokens."""
         return int(mask_answers(batch["labels"]).sum())
-
-    def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the micro-batches unchanged."""
-        return micro_batches
 
     def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by `num_items`, and its metrics."""

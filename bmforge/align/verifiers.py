@@ -105,7 +105,8 @@ def _matches(pattern: str) -> Reward:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"--reward regex:{pattern} is not a valid regular expression ({error})."
+            f"--reward regex:{pattern} is not a valid regular expression ({error}). Correct the "
+            "expression."
         ) from None
     return lambda completions, **_: [float(bool(compiled.search(text_of(c)))) for c in completions]
 
@@ -134,7 +135,8 @@ def _fits_schema(file: str) -> Reward:
         checker.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         raise ConfigError(
-            f"the JSON schema of --reward json_schema:{file} is not valid ({error})."
+            f"the JSON schema of --reward json_schema:{file} is not valid ({error}). Pass a file "
+            "with a JSON schema."
         ) from None
     validator = checker(schema)
 

@@ -64,7 +64,7 @@ def apply_auto_layout(config: Any, world_size: int, *, joins: bool) -> Any:
         raise outcome[0]
     layout, recompute, offloaded, rows = outcome[0]
     get_logger().info(
-        "layout: %s, micro-batches of %d rows%s%s",
+        "layout: %s, micro-batches of %d sequences%s%s",
         layout,
         rows,
         ", recompute" if recompute else "",

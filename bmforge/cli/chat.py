@@ -149,7 +149,7 @@ class _Session:
                 print(f"error: {error}", file=sys.stderr)
 
     def _answer(self, line: str) -> None:
-        """Print the answer to a line; the answer of a decoder is streamed."""
+        """Print the answer to a line, token by token if the model is a decoder."""
         chat = self._chat
         opens = isinstance(chat, Conversation) and chat.prompt_opens(_OPEN)
         hidden = ThoughtFilter(is_inside=opens)
@@ -215,8 +215,8 @@ def _load(chat: Conversation, file: Path) -> None:
         ) from error
     if not is_valid:
         raise ConfigError(
-            f"cannot load {str(file)!r}, because role or content of a message is not a "
-            "string. Use a JSON file that /save wrote."
+            f"cannot load {str(file)!r}, because a message has an invalid role or content. Use a "
+            "JSON file that /save wrote."
         )
     for message in messages:
         for part in [] if isinstance(message["content"], str) else message["content"]:
@@ -228,7 +228,7 @@ def _load(chat: Conversation, file: Path) -> None:
 
 
 def _is_content(content: Any) -> bool:
-    """Return True for a text, or a list of text parts and images with the paths of their files."""
+    """Return True for a string, or a list of text parts and images given as file paths."""
     return isinstance(content, str) or all(
         part["type"] in ("text", "image") and isinstance(part[part["type"]], str)
         for part in content

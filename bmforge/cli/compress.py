@@ -1,4 +1,4 @@
-"""`bmforge compress`: compress a model by a recipe, one phase after the other."""
+"""`bmforge compress`: compress a model with a recipe, one phase after the other."""
 
 from __future__ import annotations
 

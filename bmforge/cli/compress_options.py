@@ -13,11 +13,11 @@ __all__ = ["CompressCommand"]
 
 @dataclass(kw_only=True)
 class CompressCommand:
-    """Compress a model by a recipe: distillation, pruning, mixture of experts, quantization.
+    """Compress a model with a recipe: distillation, pruning, mixture of experts, quantization.
 
     Args:
         model: directory or hub id of the model; an adapter is merged into its base model first.
-        recipe: TOML file with the methods (docs/guides/compression.md), or a JSON file of BMCook.
+        recipe: TOML file with the methods (docs/guides/compression.md), or a BMCook config in JSON.
         out: directory of the compressed model; repeating the command resumes it.
         format: file format of the compressed model: bmforge's, or compressed-tensors, which vLLM
             and transformers can load (if None: the format in the recipe).

@@ -62,7 +62,7 @@ def run_generate(command: GenerateCommand) -> None:
 def _open_images(
     command: GenerateCommand, source: ModelSource, tokenizer: Any
 ) -> tuple[ImageChat, list[Any]] | None:
-    """Load the images of the command and the model's processor; None without images."""
+    """Load the images given on the command line and the model's processor; None without images."""
     if not command.image:
         return None
     # The packages of processors are imported only here.

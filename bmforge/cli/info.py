@@ -21,7 +21,7 @@ __all__ = ["describe_delta", "describe_model", "run_info"]
 
 
 def run_info(command: InfoCommand) -> None:
-    """Print the parameters, FLOPs and KV cache size of a model, or the card of an adapter."""
+    """Print the parameters, FLOPs and KV cache size of a model, or an adapter's model card."""
     name = str(find_export(command.name))
     if is_delta_dir(name):
         if command.json:
@@ -36,7 +36,7 @@ def run_info(command: InfoCommand) -> None:
 
 
 def describe_delta(directory: Path) -> str:
-    """Return an adapter's card, or its config if it has no card."""
+    """Return an adapter's model card, or its config if it has no model card."""
     card = directory / "README.md"
     file = card if card.exists() else directory / "adapter_config.json"
     provenance = describe_provenance(read_provenance(directory))
@@ -44,7 +44,7 @@ def describe_delta(directory: Path) -> str:
 
 
 def describe_model(name: str, seq_len: int | None = None, backend: Backend = "auto") -> str:
-    """Return a text that describes a preset or a model directory.
+    """Return a description of a preset or a model directory.
 
     Args:
         name: name of a preset, or a directory.

@@ -21,7 +21,7 @@ def run_migrate(command: MigrateCommand) -> None:
     source = Path(command.script)
     is_line = " " in command.script.strip()
     if not is_line and not source.is_file():
-        raise ConfigError(f"the script {command.script!r} does not exist.")
+        raise ConfigError(f"the script {command.script!r} does not exist. Check its path.")
     if source.suffix in (".yaml", ".yml") and not is_line:
         out = command.out or Path(f"{source.stem}.toml")
         migrated = read_config(source, out.parent)

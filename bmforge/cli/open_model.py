@@ -96,7 +96,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
         model: the base model.
         deltas: adapter directories; DIR=0.5 scales the adapter's output by 0.5.
         trainable: whether the adapters can be trained; otherwise they are frozen.
-        base: options of the check that this is the adapter's base model; see `base_options`.
+        base: options with which `load_delta` checks the base model; see `base_options`.
 
     Raises:
         ConfigError: a weight is not a number, or `load_delta` fails.
@@ -117,7 +117,7 @@ def put_deltas_(model: Any, deltas: Sequence[str], *, trainable: bool = False, *
 
 
 def base_options(model: Any, directory: Path, allow_other_base: bool) -> dict[str, Any]:
-    """Return the options with which `load_delta` compares a model with an adapter's base.
+    """Return the options with which `load_delta` checks that a model is an adapter's base model.
 
     Args:
         model: model to which the adapter will be attached; may be quantized or streamed.
@@ -171,7 +171,8 @@ def put_named_deltas_(model: Any, named: Mapping[str, str], **base: Any) -> None
     """Attach saved adapters to a model; each is active only for requests that select it.
 
     `delta_names` returns the adapters' names in the model, because user-defined names may be any
-    text. `base` contains options of the check of the base model; see `base_options`.
+    string. `base` contains the options with which `load_delta` checks the base model; see
+    `base_options`.
     """
     for name, inner in delta_names(named).items():
         load_delta(model, named[name], name=inner, trainable=False, **base)

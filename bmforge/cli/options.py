@@ -75,7 +75,7 @@ class GenerateCommand:
         presence_penalty: value subtracted from the score of every token that was already generated.
         frequency_penalty: value subtracted from a token's score each time it was generated.
         no_repeat_ngram_size: size of n-grams that may occur only once (if None: no limit).
-        stop_strings: texts that end the continuation; they are not part of it.
+        stop_strings: strings that end the continuation; they are not part of it.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
@@ -296,7 +296,7 @@ class ReportCommand:
 
 @dataclass(kw_only=True)
 class InfoCommand:
-    """Show the size, compute and config of a model, or the card of an adapter.
+    """Show the size, compute and config of a model, or the model card of an adapter.
 
     Args:
         name: name of a preset, or a model directory.
@@ -332,7 +332,7 @@ class PlanCommand:
         changes: structural changes to the model, such as adapters or pruning, as JSON text or a
             JSON file, as in `train`.
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
-        adapter: train an adapter of this kind, such as lora, on all linear layers.
+        adapter: kind of adapter to train on all linear layers, such as lora.
         adapter_rank: rank of the adapter (if None: 8).
         base_dtype: dtype of the frozen base model of the adapter: int8 or int4 for QLoRA (if None:
             that of the computation).

@@ -22,6 +22,7 @@ from tyro.constructors import (
 
 from bmforge.cli.foreign_options import suggest_option
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 
 __all__ = [
     "find_options",
@@ -186,7 +187,8 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Append the values of a repeated list option to those of its first use.
 
     ``--adapter A --adapter B`` becomes ``--adapter A B``; the parser alone would ignore A. If an
-    option with a single value is repeated, the last value is used, as in other programs.
+    option with a single value is repeated, the last value is used, as in other programs, and a
+    warning names the other value.
 
     Args:
         kind: dataclass of the options; the fields that are tuples or lists are list options.
@@ -195,6 +197,7 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
     lists = {f"--{path}" for path, hint in find_options(kind, positional=False) if is_list(hint)}
     groups: list[list[str]] = [[]]  # each group is an option with its values
     first: dict[str, list[str]] = {}
+    last: dict[str, list[str]] = {}
     for argument in arguments:
         name, _, value = argument.partition("=")
         name = name.replace("_", "-")
@@ -205,9 +208,22 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
             groups[-1] += [value] if value else []
         else:
             groups.append([name, value] if name in lists and value else [argument])
-            first[name] = groups[-1]
+            last[name] = groups[-1]
+            first.setdefault(name, groups[-1])
+    for name in last.keys() - lists:
+        values = [_value_of(each[name]) for each in (first, last)]
+        if values[0] != values[1]:
+            get_logger().warning(
+                "%s is set several times, such as to %s; the last value, %s, is used",
+                *(name, *values),
+            )
     unique = {id(group): group for group in groups}
     return [argument for group in unique.values() for argument in group]
+
+
+def _value_of(group: Sequence[str]) -> str:
+    """Return the value in an option with its values, which may be joined by an equals sign."""
+    return group[0].partition("=")[2] or " ".join(group[1:2])
 
 
 def is_list(hint: Any) -> bool:
@@ -298,15 +314,25 @@ def take_switch(arguments: list[str], name: str) -> bool:
 
 
 def take_option(arguments: list[str], name: str) -> str | None:
-    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value."""
-    for index, argument in enumerate(arguments):
-        if argument == name:
-            if index + 1 == len(arguments):
-                raise ConfigError(f"{name} needs a value.")
-            value = arguments[index + 1]
-            del arguments[index : index + 2]
-            return value
-        if argument.startswith(f"{name}="):
-            del arguments[index]
-            return argument.partition("=")[2]
-    return None
+    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value.
+
+    Raises:
+        ConfigError: the value is missing, or the option has several values.
+    """
+    values: list[str] = []
+    index = 0
+    while index < len(arguments):
+        option, equals, value = arguments[index].partition("=")
+        if option != name:
+            index += 1
+            continue
+        if not equals and index + 1 == len(arguments):
+            raise ConfigError(f"{name} needs a value.")
+        values.append(value if equals else arguments[index + 1])
+        del arguments[index : index + (1 if equals else 2)]
+    if len(set(values)) > 1:
+        raise ConfigError(
+            f"{name} is set several times ({', '.join(values)}), but it has one value. Pass it "
+            "once."
+        )
+    return values[0] if values else None

@@ -170,7 +170,7 @@ def describe_plan(result: Plan, command: PlanCommand, console: Console) -> None:
     request = result.request
     cluster, device = request.cluster, request.cluster.device
     console.print(
-        f"{request.workload.name}: {request.batch} rows of {request.workload.row_tokens} "
+        f"{request.workload.name}: {request.batch} sequences of {request.workload.row_tokens} "
         f"tokens per step, {request.precision}, on {cluster.count} x {device.name} "
         f"({device.memory_bytes / _GIB:.1f} GiB usable, {cluster.per_node} per node, "
         f"{cluster.network_gbit_s:g} Gb/s per GPU between nodes)"
@@ -241,7 +241,7 @@ def _cells(row: PlanRow, request: PlanRequest) -> list[str]:
 
 
 def least_line(row: PlanRow) -> str:
-    """Return a text line with the options of the layout that needs the least memory."""
+    """Return a line with the options of the layout that needs the least memory."""
     layout = str(row.choice.layout).removeprefix("Layout(").removesuffix(")")
     return (
         f"least memory: {row.memory.total / _GIB:.1f} GiB ({layout}, --data.micro-batch-size 1 "

@@ -1,4 +1,4 @@
-"""Tasks of `bmforge plan`: the loss of a micro-batch, and other models that are in memory.
+"""Tasks of `bmforge plan`: the loss of a micro-batch, and the other models in memory.
 
 The planner traces the same log-probabilities, rewards and divergences as the recipes' objectives,
 but not their metrics, which are a few numbers per token.
@@ -81,7 +81,7 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
-    """Return a loss that needs the memory of distillation, with the student's logits as targets."""
+    """Return a loss that needs as much memory as distillation; the student is its own teacher."""
 
     def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
         return linear_jsd(head, head.detach(), 1.0, 1.0)
@@ -133,11 +133,6 @@ def check_task(command: Any) -> None:
     if command.reference == "adapter" and command.adapter is None:
         raise ConfigError(
             "--reference adapter needs an adapter. Add --adapter lora, or use --reference copy."
-        )
-    if task == "rl" and command.reference == "copy" and command.gpus > 1:
-        raise ConfigError(
-            f"--task rl --reference copy supports only one process, not --gpus {command.gpus}. "
-            "Use --adapter lora --reference adapter, whose reference is the frozen base model."
         )
     if command.value_model and task != "rl":
         raise ConfigError(f"--value-model has no effect with --task {task}. Leave it out.")
@@ -203,7 +198,7 @@ def plan_residents(
         command: a `PlanCommand`.
         make_policy: function that builds the trained model on the meta device.
         make_value: function that builds the value model on the meta device.
-        make_teacher: function from a model name to this model on the meta device.
+        make_teacher: function that builds the model of a given name on the meta device.
         precision: precision of the computation.
         row_tokens: sequence length in tokens, of prompt and answer together.
     """

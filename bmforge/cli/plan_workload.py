@@ -22,7 +22,7 @@ from bmforge.models import Model, freeze_base_
 from bmforge.models.config import ModelConfig
 from bmforge.models.hub import find_config
 from bmforge.models.init import materialize_
-from bmforge.models.stack import StackSpec, number_places_
+from bmforge.models.stack import StackSpec, assign_cache_indices_
 from bmforge.nn import (
     attention_bias,
     host_rows,
@@ -66,7 +66,7 @@ def read_model(name: str, changes: Sequence[str] = ()) -> tuple[type[Model], Mod
                 f"{', '.join(sorted(field_names))}).{suggest(key, field_names)}"
             )
         values[key] = _parse_value(text)
-    return family, config.with_implied().replace(**values)
+    return family, config.without_derived().replace(**values)
 
 
 def _parse_value(text: str) -> Any:
@@ -120,7 +120,7 @@ def workload_of(
         trained: names of the modules to train, in addition to those that changes add; None for all
             modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
-        task: task whose loss is planned, a key of `TASK_STEPS`.
+        task: task whose loss is included in the estimate, a key of `TASK_STEPS`.
 
     Raises:
         ConfigError: sequences are longer than the model allows, or shorter than two tokens.
@@ -240,7 +240,7 @@ class _ShallowModels:
             stack.clear()
             for index in range(depth):
                 stack[str(index)] = copy.deepcopy(block)
-            number_places_(stack)
+            assign_cache_indices_(stack)
         spec = getattr(model, "spec", None)
         if isinstance(spec, StackSpec):
             model.spec = replace(spec, block=block.spec, blocks={})

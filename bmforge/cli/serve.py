@@ -130,6 +130,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     context = _find_context(command, source, budget, is_planned)
     config = EngineConfig(
         max_rows=command.max_num_seqs if is_planned else 1,
+        only_requests=True,
         max_tokens=context.tokens,
         requests=RequestsConfig(
             max_num_seqs=command.max_num_seqs,

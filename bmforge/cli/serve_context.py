@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmforge.errors import ConfigError
+from bmforge.infer.engine.packed_step import can_pack
+from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.workspace import find_workspace
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
@@ -92,12 +94,13 @@ def choose_context(
 
 
 def _fitting_tokens(model: Any, memory_bytes: int, rows: int) -> int:
-    """Return the sequence length whose largest step, with its KV cache, needs `memory_bytes`.
+    """Return the sequence length at which the largest step and the KV cache fill `memory_bytes`.
 
     The memory is measured at two lengths and grows linearly with the length.
     """
+    chunk = RequestsConfig().max_num_batched_tokens if can_pack(model) else None
     shorter, longer = (
         work.cache_bytes + work.step_bytes
-        for work in (find_workspace(model, rows, count * _LEAST) for count in (1, 2))
+        for work in (find_workspace(model, rows, count * _LEAST, chunk) for count in (1, 2))
     )
     return _LEAST + (memory_bytes - shorter) * _LEAST // max(1, longer - shorter)

@@ -30,15 +30,15 @@ _COMMON = {
     "--lr X": "peak learning rate",
     "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
     "--micro-batch-size N": "sequences per forward and backward pass of one process",
-    "--seq-len N": "maximum sequence length in tokens (ignored by image models)",
+    "--seq-len N": "maximum sequence length in tokens (not used for image classification)",
     "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in the backward pass: less memory, more time",
-    "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients, optimizer states), 3 (also parameters)",
+    "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients and states), 3 (also parameters)",
     "--layout.tp N": "tensor parallelism over N processes",
     "--layout.pp N": "pipeline parallelism over N processes",
 }
 _SWITCHES = {
-    "--model NAME_OR_DIR": "directory or hub id; or name of a preset or family, for random weights",
+    "--model NAME_OR_DIR": "directory or hub id; or preset or family for random initialization",
     "--config FILE": "TOML file with config fields; options override them",
     "--changes JSON": "changes to the model (adapters, pruning, ...), as JSON text or a JSON file",
     "--layout auto": "let the planner choose the parallel layout",

@@ -44,7 +44,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     command = f"train {task}" + ("" if model is None else f" --model {model}")
     default = read_config(recipe, file)
     # Derived fields, such as the number of heads, are recomputed from the changed fields.
-    default.model = default.model.with_implied()
+    default.model = default.model.without_derived()
     _set_adapter_rate(default, remaining, file)
     _set_epochs(recipe.task, default, remaining, file)
     config = _parse_run(recipe, remaining, command, default)
@@ -74,7 +74,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:
-    """Parse the options of a run, except `changes` and parameter groups, which `default` sets."""
+    """Parse the options of a run; take `changes` and the parameter groups from `default`."""
     run, model, groups = default.changes, default.model.changes, default.train.optim.groups
     default.changes, default.model.changes = (), ()
     default.train = _with_groups(default.train, ())

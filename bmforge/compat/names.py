@@ -15,15 +15,9 @@ from typing import NamedTuple
 from bmforge.errors import ConfigError
 
 __all__ = [
-    "PAGES",
-    "STATES",
-    "Row",
-    "Table",
-    "load_table",
-    "read_names",
-    "removed_message",
+    "PAGES", "STATES", "Row", "Table", "load_table", "read_names", "removed_message",
     "replacement_text",
-]
+]  # fmt: skip
 
 STATES = ("same", "changed", "gone")
 # Maps each old package to its page in docs/.

@@ -76,7 +76,8 @@ class UpstreamFinder(MetaPathFinder):
             return ModuleSpec(fullname, _EmptyLoader(package, inside), is_package=True)
         if isinstance(spec.loader, SourceFileLoader):
             spec.loader = _FileLoader(fullname, spec.loader.path)
-        if spec.submodule_search_locations is None and _has_submodules(package, inside):
+        has_submodules = any(path.startswith(f"{inside}.") for path in module_paths(package))
+        if spec.submodule_search_locations is None and has_submodules:
             # A package upstream, but a single file here: without a search path, Python would not
             # use this finder for its submodules.
             spec.submodule_search_locations = []
@@ -154,10 +155,6 @@ def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
     for path in sorted(exports, key=lambda path: (path.split(".")[0] != first, path)):
         if name in exports[path] and path != inside:
             yield importlib.import_module(f"{_PREFIX}{package}.{path}".rstrip("."))
-
-
-def _has_submodules(package: str, inside: str) -> bool:
-    return any(path.startswith(f"{inside}.") for path in module_paths(package))
 
 
 def _find_row(package: str, name: str, last: bool = False) -> Row | None:

@@ -233,7 +233,7 @@ class _Inputs:
         self._seen: list[tuple[weakref.ref[Tensor], str]] = []
 
     def find(self, x: Tensor) -> str | None:
-        """Return the name of the first matrix whose input was this tensor, or None."""
+        """Return the name of the first matrix whose input was this tensor, if any."""
         return next((name for other, name in self._seen if other() is x), None)
 
     def add(self, x: Tensor, name: str) -> None:

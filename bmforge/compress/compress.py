@@ -127,7 +127,7 @@ class Compression:
             self.distiller.init_(seed)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return a dict from glob of parameter names to optimizer settings, for all methods."""
+        """Return a dict from a glob of parameter names to optimizer settings, for all methods."""
         settings: dict[str, dict[str, float]] = {}
         for method in self.methods:
             groups = getattr(method, "optim_groups", None)

@@ -19,7 +19,7 @@ from bmforge.logging import get_logger
 from bmforge.nn.int8 import Int8Experts, RowStore
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
-from bmforge.nn.part import BesidePart
+from bmforge.nn.part import AdapterModule
 from bmforge.nn.quantized import PackedStore
 from bmforge.surgery import find_repeated_blocks, match_names
 
@@ -107,7 +107,8 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
         inside = _inside(modules, match_names(modules, (glob,)))
         if not inside:
             raise ConfigError(
-                f"the pattern {glob!r} in `where` matches no linear layer, embedding or experts."
+                f"the pattern {glob!r} in `where` matches no linear layer, embedding or experts. "
+                "Use module names of the model."
             )
         names.update(dict.fromkeys(inside))
     if not where:
@@ -181,7 +182,7 @@ def warn_of_stacks(model: nn.Module, where: Sequence[str], done: str) -> None:
 def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
     """Return the named modules with matrices; containers are replaced by their inner modules."""
     inside: dict[str, None] = {}
-    parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, BesidePart))
+    parts = tuple(f"{n}." for n, module in modules.items() if isinstance(module, AdapterModule))
     for name in names:
         if _has_matrix(modules[name]) or has_weight_matrix(modules[name]):
             inside[name] = None

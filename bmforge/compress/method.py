@@ -30,7 +30,7 @@ class Method(Protocol):
         """
 
     def extra_loss(self, model: nn.Module, step: int) -> Tensor | None:
-        """Return a scalar to add to the loss once per step, such as a Lagrangian, or None."""
+        """Return a scalar to add to the loss of a step, such as a Lagrangian; None to add none."""
 
     def after_step_(self, model: nn.Module, step: int) -> None:
         """Update the method after an optimizer step; `step` is the number of completed steps."""

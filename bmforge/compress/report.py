@@ -197,12 +197,12 @@ def measure_sizes(model: nn.Module) -> ModelSizes:
         owner, _, key = name.rpartition(".")
         size_bytes += tensor.numel() * tensor.element_size()
         note = notes.get(owner, {}).get(key)
-        if note is None or not isinstance(note.draw, Derived):
+        if note is None or not isinstance(note.initial, Derived):
             parameters += tensor.numel()
             zeros += _count_zeros(tensor)
-        elif (owner, note.draw.base) not in counted:
-            counted.add((owner, note.draw.base))
-            parameters += math.prod(note.draw.shape)
+        elif (owner, note.initial.base) not in counted:
+            counted.add((owner, note.initial.base))
+            parameters += math.prod(note.initial.shape)
     return ModelSizes(parameters, size_bytes, zeros)
 
 

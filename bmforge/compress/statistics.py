@@ -45,7 +45,7 @@ class InputNorms:
 
 
 class InputSizes:
-    """Maximum and mean absolute value of every input column, and a sample of rows."""
+    """Maximum and mean absolute value of every input column, and the inputs of some tokens."""
 
     def __init__(self) -> None:
         self.largest: Tensor | None = None

@@ -147,9 +147,7 @@ class _Beams:
         return enough or self.all_stopped or not bool(self.open.any())
 
     def best(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the `count` best beams of every prompt, padded to the same length, and their
-        scores.
-        """
+        """Return the `count` best beams of every prompt, padded to one length, and their scores."""
         end = int(self.finished_length[:, :count].max())
         rows = self.finished_ids[:, :count, :end].flatten(0, 1)
         return rows, self.finished[:, :count].flatten()

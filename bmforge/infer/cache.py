@@ -120,7 +120,7 @@ class KVCache:
         return buffer
 
     def held(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's key and value buffers, (B, K, capacity, H) each; None if not set."""
+        """Return a layer's key and value buffers, (B, K, capacity, H); None if unallocated."""
         keys, values = self._keys[layer], self._values[layer]
         return None if keys is None or values is None else (keys, values)
 

@@ -102,7 +102,7 @@ class Conversation:
             ConfigError: the message is empty, or longer than the model's maximum length.
         """
         if not text.strip():
-            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty text.")
+            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty string.")
         content: str | list[dict[str, str]] = text
         if self._attached:
             images = [{"type": "image", "image": path} for path in self._attached]

@@ -103,7 +103,7 @@ class ImageDecoder(Decoder):
             self._state["position_ids"] = positions
 
     def _drop_images(self, tokens: Tensor) -> None:
-        """Keep only the arguments that have a value for every token."""
+        """Keep only the model inputs that have a value for every token, not those of images."""
         self._state = {
             name: value
             for name, value in self._state.items()

@@ -332,7 +332,7 @@ _RANGES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("num_beams", "an integer of at least 1", lambda v: v >= 1),
     ("early_stopping", "False, True or 'never'", lambda v: v in (False, True, "never")),
     ("num_return_sequences", "at least 1", lambda v: v >= 1),
-    ("stop_strings", "a tuple of non-empty texts", _are_texts),
+    ("stop_strings", "a tuple of non-empty strings", _are_texts),
     ("logprobs", "at least 0, or None", lambda v: v is None or v >= 0),
     (
         "logprobs_mode",

@@ -125,7 +125,8 @@ def load_processor(directory: Path) -> Any:
         return kind.from_pretrained(directory)
     except ImportError as error:
         raise ConfigError(
-            f"the processor in {str(directory)!r} needs a package that is not installed ({error})."
+            f"the processor in {str(directory)!r} needs a package that is not installed "
+            f"({error}). Install it."
         ) from error
     except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -55,7 +55,7 @@ def penalize_repetition(scores: Tensor, ids: Tensor, penalty: float, padding: Te
     (those of a soft prompt) are ignored.
 
     Shape:
-        scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a row to ignore
+        scores: (B, V); ids: (B, S); padding: (B,), number of leading ids of a sequence to ignore
     """
     vocab_size = scores.shape[1]
     position = torch.arange(ids.shape[1], device=ids.device)
@@ -151,7 +151,7 @@ def process_scores(
     """Apply the options that also affect greedy decoding.
 
     These are biases, penalties, forbidden tokens, the minimum length and forced tokens. `words` are
-    token sequences that are not generated, for each prompt; the rows of a prompt are adjacent.
+    token sequences that are not generated, for each prompt; the sequences of a prompt are adjacent.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)

@@ -45,7 +45,7 @@ def read_audio(path: str | Path) -> tuple[NDArray[np.float32], int]:
     except OSError as error:
         raise DataError(f"cannot read the audio file {str(path)!r} ({error}).") from error
     if not len(samples):
-        raise DataError(f"the audio file {str(path)!r} has no samples.")
+        raise DataError(f"the audio file {str(path)!r} has no samples. Use another file.")
     return samples.mean(1, dtype=np.float32), rate
 
 

@@ -57,7 +57,7 @@ class _OffloadedTensor:
         # Same strides, so that backward selects the same kernels.
         return flat.as_strided(self._size, self._stride)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the device tensor once its copy to the host is complete."""
         if self._source is None:
             return
@@ -99,17 +99,17 @@ class _Call:
         self.number = number
         self.slots: weakref.WeakSet[_OffloadedTensor] = weakref.WeakSet()
         self._before = None if before is None else weakref.ref(before)
-        self._is_turned = False
+        self._is_prefetched = False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for slot in list(self.slots):
-            slot.let_go()
+            slot.release()
 
-    def turn(self) -> None:
+    def prefetch(self) -> None:
         """When this call's backward begins, prefetch its tensors and those of the previous call."""
-        if self._is_turned:
+        if self._is_prefetched:
             return
-        self._is_turned = True
+        self._is_prefetched = True
         for slot in list(self.slots):
             slot.fetch()
         before = None if self._before is None else self._before()
@@ -126,7 +126,7 @@ class _Offload:
         self._pool = _Pool(engine)
         self._last: _Call | None = None
 
-    def send(
+    def run_offloaded(
         self,
         number: int,
         block: nn.Module,
@@ -140,16 +140,16 @@ class _Offload:
             return inner(*args, **kwargs)
         record = _Call(number, self._last)
         if self._last is not None:
-            self._last.let_go()
+            self._last.release()
         self._last = record
         seen: dict[tuple[Any, ...], _OffloadedTensor] = {}
         with saved_tensors_hooks(lambda t: self._pack(t, record, seen, block), _unpack):
             return inner(*args, **kwargs)
 
-    def stay(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run_resident(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a block without offloading its saved tensors."""
         if self._last is not None and torch.is_grad_enabled():
-            self._last.let_go()
+            self._last.release()
         return inner(*args, **kwargs)
 
     def _pack(
@@ -162,7 +162,8 @@ class _Offload:
         is_small = tensor.numel() < self._smallest
         if is_small or not _is_dense(tensor):
             return tensor
-        # Computed now: parameters gathered inside the block lose their memory afterwards.
+        # Parameters are not offloaded; FSDP frees their gathered copies after the block, so their
+        # addresses are compared now.
         if any(_address(local_tensor(p)) == _address(tensor) for p in block.parameters()):
             return tensor
         # Several operations may save the same tensor, which lives until the next block begins.
@@ -178,7 +179,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     record, slot = packed
-    record.turn()
+    record.prefetch()
     return slot.get()
 
 
@@ -225,5 +226,7 @@ def apply_activation_offload_(
     offload = _Offload(engine, smallest_elements)
     sent = len(blocks) - keep_last
     for number, block in enumerate(blocks):
-        wrapper = partial(offload.send, number, block) if number < sent else offload.stay
+        wrapper = (
+            partial(offload.run_offloaded, number, block) if number < sent else offload.run_resident
+        )
         wrap_forward_(block, wrapper, "activations")

@@ -41,7 +41,7 @@ def staging_bytes(size_bytes: int, device: torch.device) -> int:
 class CopyEvent:
     """A recorded event of a task.
 
-    `kind` is "asked" (submitted), "begun", "done", "awaited", or an event that a caller records.
+    `kind` is "submitted", "started", "done", "awaited", or an event that a caller records.
     """
 
     kind: str
@@ -125,7 +125,7 @@ class Worker:
         if self._is_closed:
             raise RuntimeError(f"{label or 'a task'} was submitted to a closed copy engine.")
         ticket = Ticket(label, self._note)
-        self._note("asked", label)
+        self._note("submitted", label)
         self._tasks.put((work, ticket))
         return ticket
 
@@ -152,7 +152,7 @@ def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) ->
                 RuntimeError(f"{ticket.label or 'a task'} was not run, because the program exits.")
             )
             continue
-        ticket.note("begun", ticket.label)
+        ticket.note("started", ticket.label)
         error: BaseException | None = None
         try:
             with torch.no_grad():
@@ -253,7 +253,7 @@ class _StreamCopies(CopyEngine):
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
     ) -> Ticket:
         ticket = Ticket(label, self.note)
-        self.note("asked", label)
+        self.note("submitted", label)
         self._stream.wait_event(after or self.mark())
         with torch.no_grad(), self._stream:
             target.copy_(source, non_blocking=True)

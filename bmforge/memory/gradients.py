@@ -17,15 +17,15 @@ from torch.utils.hooks import RemovableHandle
 from bmforge.device import wide_dtype
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.spill import SpillFile
-from bmforge.memory.state_storage import Home
+from bmforge.memory.state_storage import StateStorage
 from bmforge.records import laid_out, note_, side_of, units_of
 from bmforge.shards import local_tensor
 
 __all__ = [
     "Backlog",
     "Gradient",
-    "LeftGradient",
-    "left_gradient",
+    "OffloadedGradient",
+    "offloaded_gradient",
     "wait_before_use",
 ]
 
@@ -73,7 +73,7 @@ class Gradient:
         return values
 
 
-class LeftGradient:
+class OffloadedGradient:
     """Offloaded gradient of one parameter, copied to the host as soon as it is computed.
 
     The gradients of several micro-batches are summed on the host in fp32. The object is attached to
@@ -99,14 +99,14 @@ class LeftGradient:
         self._engine, self._label, self._backlog = engine, label, backlog
         local = local_tensor(parameter.detach())
         self.dtype = wide_dtype(local.dtype)
-        self._home = Home(local.numel(), dtype=self.dtype, disk=disk)
+        self._home = StateStorage(local.numel(), dtype=self.dtype, disk=disk)
         # The first gradient keeps its dtype: a bf16 gradient needs half as many bytes.
         self._first: Tensor | None = None
         self._norm: Tensor | None = None
         self._factors: list[float] = []
         self._count = 0
         self._ticket: Ticket | None = None
-        note_(parameter, left_gradient=self)
+        note_(parameter, offloaded_gradient=self)
         # A weak reference: autograd's hooks are invisible to the garbage collector.
         leave = weakref.WeakMethod(self._leave)
 
@@ -151,7 +151,7 @@ class LeftGradient:
         """Stop offloading, so that later gradients stay in `.grad`."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
-            note_(parameter, left_gradient=None)
+            note_(parameter, offloaded_gradient=None)
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -186,9 +186,9 @@ class LeftGradient:
         self._norm = torch.linalg.vector_norm(total, dtype=self.dtype)
 
 
-def left_gradient(parameter: Tensor) -> LeftGradient | None:
-    """Return the `LeftGradient` of a parameter, or None if its gradient is not offloaded."""
-    left: LeftGradient | None = side_of(parameter).left_gradient
+def offloaded_gradient(parameter: Tensor) -> OffloadedGradient | None:
+    """Return the `OffloadedGradient` of a parameter, or None if its gradient is not offloaded."""
+    left: OffloadedGradient | None = side_of(parameter).offloaded_gradient
     return left if left is not None and left.is_here else None
 
 

@@ -21,7 +21,7 @@ from bmforge.host_memory import available_host_bytes
 from bmforge.memory.spill import format_bytes
 from bmforge.memory.state_storage import StateDtype
 
-__all__ = ["OffloadConfig", "check_room", "choose_parameters"]
+__all__ = ["OffloadConfig", "check_host_memory", "choose_parameters"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> se
     return chosen
 
 
-def check_room(needed_bytes: int) -> None:
+def check_host_memory(needed_bytes: int) -> None:
     """Check that the host has enough memory for the offloaded states of all its processes.
 
     Args:

@@ -1,7 +1,7 @@
 """Storage of optimizer states between steps, on the host or disk, as fp32, bf16 or 8 bits.
 
-A `Home` stores one flat tensor and returns ranges of it in fp32. For fp32 in host memory a range is
-a view, so no data is copied.
+A `StateStorage` stores one flat tensor and returns ranges of it in fp32. For fp32 in host memory a
+range is a view, so no data is copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmforge.memory.spill import Bytes, HostBytes, SpillFile
 
-__all__ = ["BLOCK_ELEMENTS", "Home", "StateDtype", "home_bytes"]
+__all__ = ["BLOCK_ELEMENTS", "StateStorage", "StateDtype", "storage_bytes"]
 
 StateDtype = Literal["fp32", "bf16", "8bit"]
 # Ranges begin at multiples of this number of elements: it is the block size of 8-bit scales, and
@@ -23,14 +23,14 @@ StateDtype = Literal["fp32", "bf16", "8bit"]
 BLOCK_ELEMENTS = 256
 
 
-def home_bytes(numel: int, kind: StateDtype, dtype: torch.dtype = torch.float32) -> int:
+def storage_bytes(numel: int, kind: StateDtype, dtype: torch.dtype = torch.float32) -> int:
     """Return the number of bytes that `numel` elements need in the storage format `kind`."""
     if kind == "8bit":
         return (BLOCK_ELEMENTS + 4) * -(-numel // BLOCK_ELEMENTS)
     return numel * (2 if kind == "bf16" else dtype.itemsize)
 
 
-class Home:
+class StateStorage:
     """Stores one flat tensor, initially zero, in host memory or on disk.
 
     Args:
@@ -55,7 +55,7 @@ class Home:
     ) -> None:
         self.numel, self.dtype, self.is_on_disk = numel, dtype, disk is not None
         self._kind, self._signed = kind, signed
-        size = home_bytes(numel, kind, dtype)
+        size = storage_bytes(numel, kind, dtype)
         if disk is not None:
             self._bytes: Bytes = disk.reserve(size)
         else:
@@ -76,7 +76,7 @@ class Home:
             codes = self._bytes.read(start, stop)
             scales = self._bytes.read(*self._scale_range(start, stop)).view(torch.float32)
             return _dequantize(codes, scales, self._signed).to(self.dtype)
-        width = home_bytes(1, self._kind, self.dtype)
+        width = storage_bytes(1, self._kind, self.dtype)
         stored = self._bytes.read(start * width, stop * width)
         return stored.view(torch.bfloat16).to(self.dtype) if width == 2 else stored.view(self.dtype)
 

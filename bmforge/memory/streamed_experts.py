@@ -143,7 +143,7 @@ class ExpertStreamer:
         parts: dict[int, Tensor] = {}
         for index, expert in enumerate(order):
             upcoming = [_Key(layer, e) for e in order[index : index + self.num_slots]]
-            self._ask_for(upcoming)
+            self._request(upcoming)
             start, stop = rows[expert]
             parts[expert] = self._work(upcoming[0], x[start:stop])
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
@@ -179,7 +179,7 @@ class ExpertStreamer:
             slot.ticket = None
             self._free.append(slot)
 
-    def _ask_for(self, keys: Sequence[_Key]) -> None:
+    def _request(self, keys: Sequence[_Key]) -> None:
         """Start reading missing experts into the slots of experts that this call does not need."""
         for key in keys:
             if key not in self._here:

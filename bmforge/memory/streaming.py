@@ -32,7 +32,7 @@ ReadWeights = Callable[[str, Tensor], None]
 """Function (parameter name, target) that reads a parameter into a contiguous host tensor."""
 
 Stays = Callable[[str, Tensor], bool]
-"""Function (full tensor name) that returns True if a streamed block's tensor stays resident."""
+"""Function (full name, tensor) that returns True if a streamed block's tensor stays resident."""
 
 
 @runtime_checkable
@@ -70,8 +70,8 @@ class Streamer:
         self.blocks = []
         for prefix, module in blocks:
             own = {f"{prefix}.{n}": t for n, t in persistent_tensors(module).items()}
-            going = {n: t for n, t in own.items() if not _keeps(stays, n, t)}
-            self.blocks.append(PackedBlock(prefix, module, going, device, prefix in on_host))
+            streamed = {n: t for n, t in own.items() if stays is None or not stays(n, t)}
+            self.blocks.append(PackedBlock(prefix, module, streamed, device, prefix in on_host))
         largest = max(block.size_bytes for block in self.blocks)
         count = min(NUM_SLOTS, len(self.blocks))
         self._slots = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -102,23 +102,23 @@ class Streamer:
         self._enter(number, is_backward)
         out = inner(*args, **kwargs)
         if not is_backward:  # backward still computes gradients with the weights
-            self._ask_for(self._order.coming(len(self._slots), with_this=False))
+            self._request(self._order.coming(len(self._slots), with_this=False))
         return out
 
     def _enter(self, number: int, is_backward: bool) -> None:
         """Wait for the weights of block `number` and start copying those of the next blocks."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
         self._order.enter(BlockExecution("backward" if is_backward else phase, number))
-        self._ask_for(self._order.coming(len(self._slots), with_this=True))
+        self._request(self._order.coming(len(self._slots), with_this=True))
         slot = self._slot_of(number)
         assert slot is not None
         if not slot.is_shown:
-            self._arrive(slot)
+            self._wait_for(slot)
             self.blocks[number].show(slot.memory)
             slot.is_shown = True
         self.engine.note("computes", f"block {number}")
 
-    def _ask_for(self, numbers: Sequence[int]) -> None:
+    def _request(self, numbers: Sequence[int]) -> None:
         """Start copying missing blocks into slots whose current blocks are not needed soon."""
         free = [slot for slot in self._slots if slot.block not in numbers]
         missing = [number for number in numbers if self._slot_of(number) is None]
@@ -168,7 +168,7 @@ class Streamer:
         for name, view in views.items():
             self.read(name, view)
 
-    def _arrive(self, slot: Slot) -> None:
+    def _wait_for(self, slot: Slot) -> None:
         """Wait until the requested block is in its slot."""
         ticket, slot.ticket = slot.ticket, None
         assert ticket is not None
@@ -190,15 +190,6 @@ class Streamer:
         if slot.block is not None and slot.is_shown:
             self.blocks[slot.block].hide()
         slot.block, slot.is_shown = None, False
-
-
-def _stays_here(shared: set[int], stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    """Return True if a tensor stays resident: it is selected by `stays`, or modules share it."""
-    return id(tensor) in shared or _keeps(stays, name, tensor)
-
-
-def _keeps(stays: Stays | None, name: str, tensor: Tensor) -> bool:
-    return stays is not None and stays(name, tensor)
 
 
 def stream_blocks_(
@@ -226,8 +217,8 @@ def stream_blocks_(
         engine: copy engine; if None, one is created.
         resident: names of blocks that stay on the device; see `spread_resident`.
         on_host: names of streamed blocks whose bytes are cached in host memory.
-        stays: function that returns True for tensors of streamed blocks that stay resident,
-            given their names; shared tensors always stay resident.
+        stays: function that returns True for tensors of streamed blocks that stay resident; tensors
+            that several modules share always stay resident.
 
     Raises:
         ConfigError: there are no blocks to stream, a block does not exist, or a parameter is
@@ -237,7 +228,11 @@ def stream_blocks_(
     accelerator also the same amount of page-locked host memory.
     """
     found_blocks = _find_blocks(model, blocks, resident, on_host)
-    stays = partial(_stays_here, shared_tensors(model), stays)
+    shared = shared_tensors(model)
+
+    def is_resident(name: str, tensor: Tensor) -> bool:
+        return id(tensor) in shared or (stays is not None and stays(name, tensor))
+
     for name, module in found_blocks:
         for own, parameter in persistent_tensors(module).items():
             if local_tensor(parameter) is not parameter:
@@ -245,9 +240,9 @@ def stream_blocks_(
                     f"{name}.{own} is sharded over processes, but streaming supports a single "
                     "process only. Use streaming or sharding, not both."
                 )
-            if not _keeps(stays, f"{name}.{own}", parameter):
+            if not is_resident(f"{name}.{own}", parameter):
                 give_device_(module, own, parameter, device)
-    streamer = Streamer(found_blocks, read, device, engine, on_host, stays)
+    streamer = Streamer(found_blocks, read, device, engine, on_host, is_resident)
     apply_recompute_([module for _, module in found_blocks])
     record = record_of(model)
     record.streamers = (*record.streamers, streamer)
@@ -276,7 +271,10 @@ def _find_blocks(
         )
     selected = [(name, module) for name, module in selected if name not in resident]
     if not selected:
-        raise ConfigError(f"{type(model).__name__} has no repeated blocks to stream.")
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks to stream. Name the modules to stream "
+            "with blocks, or load the model without streaming."
+        )
     return selected
 
 

@@ -14,7 +14,7 @@ from bmforge.models.changes import Change, freeze_base_
 from bmforge.models.config import ModelConfig
 from bmforge.models.families import FAMILIES, MODULES
 from bmforge.models.hub import AutoModel
-from bmforge.models.init import init_weights_, weight_drawer
+from bmforge.models.init import init_weights_, weight_initializer
 from bmforge.models.load import load_weights_, weight_reader
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
@@ -78,7 +78,7 @@ __all__ = [
     "freeze_base_",
     "init_weights_",
     "load_weights_",
-    "weight_drawer",
+    "weight_initializer",
     "weight_reader",
 ]
 __all__ += [name for names in MODULES.values() for n in names for name in (n, f"{n}Config")]

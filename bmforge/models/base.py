@@ -22,7 +22,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import FileReads
 from bmforge.models.hooks import ModelHooks
-from bmforge.models.init import NoDrawing, init_weights_, materialize_
+from bmforge.models.init import SkipInit, init_weights_, materialize_
 from bmforge.models.load import load_weights_
 from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
@@ -109,7 +109,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
                 f"{type(config).__name__}."
             )
         model = cls.describe(config, dtype)
-        with torch.device("meta"), NoDrawing():
+        with torch.device("meta"), SkipInit():
             for change in config.changes:
                 apply_change_(model, change)
         if torch.device(device).type != "meta":
@@ -317,10 +317,6 @@ class Model(WeightNames, ModelHooks, nn.Module):
         usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
         others = {name: count for name, count in heads.items() if count != usual}
         return default_cuts(names, usual[0], usual[1], differing=others)
-
-    def init_std(self, name: str) -> float:
-        """Return the standard deviation with which a parameter is initialized."""
-        return self.config.init_std
 
     def embed_inputs(
         self,

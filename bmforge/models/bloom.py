@@ -4,10 +4,10 @@ Model", arXiv 2211.05100).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
@@ -91,31 +91,20 @@ class BloomConfig(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = self.find_unlike(
-            {
-                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-                "head_dim": (self.head_dim, self.hidden_size // self.num_heads),
-            }
-        )
-        if self.num_kv_heads != self.num_heads:
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
-            )
-        if problems:
-            raise ConfigError(f"BloomConfig: {'; '.join(problems)}.")
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        yield from self.find_unsavable(intermediate_size=4 * self.hidden_size)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for former, name in _FORMER.items():
             value = raw.pop(former, None)
             if value is not None:
                 raw.setdefault(name, value)
         return {"max_seq_len": raw.pop("seq_length", None) or _DEFAULT_LENGTH}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         is_stated = "seq_length" in self.raw or self.max_seq_len != _DEFAULT_LENGTH
         return {"seq_length": self.max_seq_len} if is_stated else {}
 

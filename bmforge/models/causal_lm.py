@@ -14,7 +14,7 @@ from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import (
-    check_places,
+    check_logits_at,
     find_last_token,
     finish_classes,
     finish_spans,
@@ -193,7 +193,7 @@ class CausalLM(Model):
                 exactly one of ids and embeddings is given.
         """
         inputs = given_inputs(input_ids, inputs_embeds)
-        check_places(self.config.head, labels, logits_at, _TOKEN_HEADS)
+        check_logits_at(self.config.head, labels, logits_at, _TOKEN_HEADS)
         past = cache.length if cache is not None else 0
         self._check_length(past + inputs.shape[1])
         if position_ids is None:

@@ -18,7 +18,7 @@ from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.models.kinds import find_kind
 from bmforge.nn.part import Derived, tensor_notes
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 from bmforge.surgery import match_names, persistent_tensors
 
 __all__ = [
@@ -95,13 +95,11 @@ class Change:
                 f"a change has unknown or missing fields: {', '.join(wrong)} (allowed: "
                 f"{', '.join(sorted(fields))}; kind and where are required)."
             )
-        change = config_from_dict(cls, {**value, "where": _listed(value["where"])}, "change.")
+        where = value["where"]
+        where = [where] if isinstance(where, str) else where
+        change = config_from_dict(cls, {**value, "where": where}, "change.")
         find_kind(change.kind)
         return change
-
-
-def _listed(where: Any) -> Any:
-    return [where] if isinstance(where, str) else where
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
@@ -141,9 +139,9 @@ def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:
         note = described.get(key)
         # Quantized tensors are computed from the weight that they replace, so they are not
         # initialized.
-        is_new = not any(isinstance(other.draw, Derived) for other in described.values())
+        is_new = not any(isinstance(other.initial, Derived) for other in described.values())
         if note is not None and is_new and id(tensor) not in before and not tensor.is_meta:
-            draw_tensor_(tensor, name, note, 0.0, seed)
+            init_from_note_(tensor, name, note, 0.0, seed)
 
 
 def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -151,14 +149,16 @@ def changed_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if tensor_notes(module)}
 
 
-def freeze_base_(model: nn.Module, but: Collection[str] = ()) -> nn.Module:
-    """Freeze all parameters except those of adapters and those named in `but`; return the model.
+def freeze_base_(model: nn.Module, trained_names: Collection[str] = ()) -> nn.Module:
+    """Freeze all parameters except those of adapters and of `trained_names`; return the model.
 
     Args:
         model: model to freeze.
-        but: names of further parameters to train, such as those of a new head.
+        trained_names: names of further parameters to train, such as those of a new head.
     """
-    trained = {id(parameter) for name, parameter in model.named_parameters() if name in but}
+    trained = {
+        id(parameter) for name, parameter in model.named_parameters() if name in trained_names
+    }
     trained |= {
         id(parameter)
         for part in changed_modules(model).values()

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, preset_size, renamed
 from bmforge.nn import BlockSpec, NormSpec
 
-__all__ = ["Cohere", "CohereConfig", "parallel_block"]
+__all__ = ["Cohere", "CohereConfig"]
 
 
 @dataclass(kw_only=True)
@@ -27,24 +27,14 @@ class CohereConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "cohere"
     default_theta: ClassVar[float] = 500000.0
-    heads: ClassVar[dict[str, Head]] = {
-        "language_model": Head("CohereForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        "none": Head("CohereModel", prefix=""),
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("Cohere", classifiers=())
     hf_names: ClassVar[dict[str, str]] = renamed(
         norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
     )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (False, None)}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "command-r-35b": {"max_seq_len": 131072, "rope_theta": 8e6},
-        "aya-23-8b": {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_layers": 32,
-            "num_heads": 32,
-            "num_kv_heads": 8,
-            "rope_theta": 10000.0,
-        },
+        "aya-23-8b": {**preset_size(4096, 14336, 32, 32, 8), "rope_theta": 10000.0},
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "command-r-35b": "CohereLabs/c4ai-command-r-v01",
@@ -68,26 +58,22 @@ class CohereConfig(LlamaLikeConfig):
         return super().opens(raw) and not raw.get("use_qk_norm")
 
 
-def parallel_block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return Cohere's block: Llama's with parallel sublayers and a layer norm without bias."""
-    assert block.attn is not None
-    attn = replace(block.attn, rope_interleaved=True)
-    norm = NormSpec("layer", config.norm_eps, bias=False)
-    return replace(block, attn=attn, norm=norm, norm_place="parallel")
-
-
 class Cohere(LlamaLike):
     """Command R with a language-model head."""
 
-    config_class = CohereConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = CohereConfig
 
     @classmethod
-    def make_block(cls, config: CohereConfig) -> BlockSpec:
-        """Return a parallel block with a layer norm and interleaved rotary pairs."""
-        return parallel_block(super().make_block(config), config)
+    def make_block(cls, config: Any) -> BlockSpec:
+        """Return Llama's block with parallel sublayers, and a layer norm without bias."""
+        block = super().make_block(config)
+        assert block.attn is not None
+        attn = replace(block.attn, rope_interleaved=True)
+        norm = NormSpec("layer", config.norm_eps, bias=False)
+        return replace(block, attn=attn, norm=norm, norm_place="parallel")
 
     @classmethod
-    def make_spec(cls, config: CohereConfig) -> DecoderSpec:
+    def make_spec(cls, config: Any) -> DecoderSpec:
         """Return the `DecoderSpec` of the model."""
         return replace(
             super().make_spec(config),

@@ -6,15 +6,13 @@ have full attention without position encoding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.models.causal_lm import DecoderSpec
-from bmforge.models.cohere import parallel_block
+from bmforge.models.cohere import Cohere
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig
-from bmforge.models.llama_like import renamed
-from bmforge.nn import BlockSpec
+from bmforge.models.llama_like import llama_heads, preset_size, renamed
 
 __all__ = ["Cohere2", "Cohere2Config"]
 
@@ -31,10 +29,7 @@ class Cohere2Config(LayerTypesConfig):
     family: ClassVar[str] = "cohere2"
     full_every: ClassVar[int] = 4
     rotates_full: ClassVar[bool] = False
-    heads: ClassVar[dict[str, Head]] = {
-        "language_model": Head("Cohere2ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        "none": Head("Cohere2Model", prefix=""),
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("Cohere2", classifiers=())
     hf_names: ClassVar[dict[str, str]] = renamed(
         norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
     )
@@ -52,12 +47,7 @@ class Cohere2Config(LayerTypesConfig):
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "command-r7b": {},
-        "command-a-111b": {
-            "hidden_size": 12288,
-            "intermediate_size": 36864,
-            "num_layers": 64,
-            "num_heads": 96,
-        },
+        "command-a-111b": preset_size(12288, 36864, 64, 96, 8),
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
@@ -78,21 +68,7 @@ class Cohere2Config(LayerTypesConfig):
     logit_scale: float = 0.25
 
 
-class Cohere2(LayerTypes):
+class Cohere2(Cohere, LayerTypes):
     """Command R7B or Command A with a language-model head."""
 
     config_class = Cohere2Config
-
-    @classmethod
-    def make_block(cls, config: Cohere2Config) -> BlockSpec:
-        """Return a parallel block with a layer norm and interleaved rotary pairs."""
-        return parallel_block(super().make_block(config), config)
-
-    @classmethod
-    def make_spec(cls, config: Cohere2Config) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return replace(
-            super().make_spec(config),
-            rope=config.rope_spec(interleaved=True),
-            head_scale=config.logit_scale,
-        )

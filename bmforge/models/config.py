@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -130,7 +130,7 @@ class ModelConfig:
         self.head = self.head or next(iter(self.heads))
         self.check()
 
-    def says(self, name: str) -> bool:
+    def states_size(self, name: str) -> bool:
         """Return True if config.json explicitly contains a size that published configs omit."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
@@ -147,40 +147,46 @@ class ModelConfig:
         names = set(_GENERATION_FIELDS.split())
         return {name: value for name, value in self.raw.items() if name in names}
 
-    def find_unlike(self, needed: Mapping[str, tuple[Any, Any]]) -> list[str]:
-        """Return an error message for each value that config.json cannot express.
+    def find_unsavable(self, **needed: Any) -> Iterator[str]:
+        """Yield a message for each field whose value config.json cannot express.
 
         Args:
-            needed: mapping from field name (or text ending with one) to (value, supported value).
+            needed: the only value of each field that can be saved.
         """
-        return [
-            f"{name}={value!r} must be {need!r}"
-            for name, (value, need) in needed.items()
-            if value != need and not self.says(name.split()[-1])
-        ]
+        for name, need in needed.items():
+            value = getattr(self, name)
+            if value != need and not self.states_size(name):
+                yield f"{name}={value!r} must be {need!r}"
 
     def check(self) -> None:
         """Raise a `ConfigError` that lists all inconsistencies among the fields."""
+        check_head(type(self).__name__, self.head, self.heads)
         problems = [
             f"{name}={getattr(self, name)!r} must be a positive number"
             for name in self.hf_names
             if name in _POSITIVE and not _is_positive(getattr(self, name))
         ]
-        check_head(type(self).__name__, self.head, self.heads)
-        if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        elif (
-            "num_heads" in self.hf_names
-            and "num_kv_heads" not in self.hf_names
-            and self.num_kv_heads != self.num_heads
-        ):
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
-            )
+        problems = problems or list(self.problems())
         if problems:
-            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
+            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields, whose sizes are positive."""
+        heads, kv_heads, names = self.num_heads, self.num_kv_heads, self.hf_names
+        if "num_heads" in names and "num_kv_heads" not in names and kv_heads != heads:
+            yield f"num_kv_heads={kv_heads} must equal num_heads={heads}"
+        elif heads % kv_heads:
+            yield f"num_heads={heads} must be a multiple of num_kv_heads={kv_heads}"
+        differs = heads * self.head_dim != self.hidden_size
+        if "num_heads" in names and differs and not self.saves_head_dim():
+            yield (
+                f"hidden_size={self.hidden_size} must equal num_heads={heads} x "
+                f"head_dim={self.head_dim}"
+            )
+
+    def saves_head_dim(self) -> bool:
+        """Return True if the saved config determines `head_dim`."""
+        return "head_dim" in self.hf_names or self.states_size("head_dim")
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
@@ -212,10 +218,10 @@ class ModelConfig:
         Raises:
             ConfigError: fields are unknown or have unsupported values; all are listed.
         """
-        values, others = cls._take_special(without_changes(raw))
+        values, others = cls._read_special(without_changes(raw))
         if CHANGES_KEY in raw:
             values["changes"] = changes_from_json(raw[CHANGES_KEY], cls.__name__)
-        values = {**cls._take_head(raw), **values}
+        values = {**cls._read_head(raw), **values}
         own_names = {published: own for own, published in cls.hf_names.items()}
         problems = []
         for name, value in others.items():
@@ -240,7 +246,7 @@ class ModelConfig:
         return cls(**{**cls.hf_defaults, **values}, raw=dict(raw))
 
     @classmethod
-    def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Return `head` (absent if unknown), `num_labels` and `problem_type` from a config.json."""
         values: dict[str, Any] = {"problem_type": raw.get("problem_type") or ""}
         for name, head in cls.heads.items():
@@ -251,7 +257,7 @@ class ModelConfig:
         values["num_labels"] = len(labels) or raw.get("num_labels") or 2
         return values
 
-    def _give_head(self) -> dict[str, Any]:
+    def _write_head(self) -> dict[str, Any]:
         """Return the config.json fields of head and labels.
 
         The names of labels are kept if the number of labels is unchanged.
@@ -260,7 +266,7 @@ class ModelConfig:
         architectures = self.raw.get("architectures") or []
         same = bool(set(architectures) & {head.architecture, *head.aliases})
         out: dict[str, Any] = {"architectures": architectures if same else [head.architecture]}
-        if self._take_head(self.raw)["num_labels"] != self.num_labels:
+        if self._read_head(self.raw)["num_labels"] != self.num_labels:
             out["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
             out["label2id"] = {f"LABEL_{i}": i for i in range(self.num_labels)}
         if self.problem_type:
@@ -268,12 +274,12 @@ class ModelConfig:
         return out
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Convert fields that need more than renaming; return their values and the other fields."""
         return {}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        """Return the fields that `_take_special` converts, with transformers' names and values."""
+    def _write_special(self) -> dict[str, Any]:
+        """Return the fields that `_read_special` converts, with transformers' names and values."""
         return {}
 
     def to_hf(self) -> dict[str, Any]:
@@ -281,7 +287,7 @@ class ModelConfig:
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = without_changes(self.raw)
-        out = {**raw, **fixed, **self._give_head(), **named, **self._give_special()}
+        out = {**raw, **fixed, **self._write_head(), **named, **self._write_special()}
         if self.changes:
             out[CHANGES_KEY] = changes_to_json(self.changes)
         packed = quantization_to_json(self.changes)
@@ -300,7 +306,7 @@ class ModelConfig:
         """Return a copy with a different vocabulary size."""
         return self.replace(vocab_size=size)
 
-    def with_implied(self) -> Self:
+    def without_derived(self) -> Self:
         """Return a copy whose derived fields are reset to 0, so that they are computed again.
 
         Used for the defaults of command line options. A model needs a config with the computed

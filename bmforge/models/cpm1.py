@@ -5,11 +5,10 @@ A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
@@ -74,18 +73,12 @@ class CPM1Config(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = self.find_unlike(
-            {
-                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-                "tie_word_embeddings": (self.tie_word_embeddings, True),
-            }
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        yield from self.find_unsavable(
+            intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
-        if problems:
-            raise ConfigError(f"CPM1Config: {'; '.join(problems)}.")
 
 
 class CPM1(CausalLM):
@@ -93,6 +86,7 @@ class CPM1(CausalLM):
 
     config_class = CPM1Config
     family_traits = Traits("left", "next token", "learned", tokenizer="CPM1Tokenizer")
+    scales_residuals = True
 
     def __init__(self, config: CPM1Config) -> None:
         attn = AttentionSpec(
@@ -106,11 +100,6 @@ class CPM1(CausalLM):
             residual_dropout=config.dropout,
         )
         super().__init__(config, DecoderSpec(block, embed_dropout=config.dropout))
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def megatron_rules(self) -> list[WeightRule]:
         """Map parameter names to the names in Megatron shards."""

@@ -14,11 +14,10 @@ this implementation applies it once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
@@ -72,11 +71,11 @@ class CPM2Config(Seq2SeqConfig):
     balance_experts: bool = True
     activation: str = "gelu_new"
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.num_experts < 0:
-            raise ConfigError(f"CPM2Config: num_experts={self.num_experts} must not be negative.")
+            yield f"num_experts={self.num_experts} must not be negative"
 
     def layer_sizes(self) -> LayerSizes:
         """Return the base class's sizes and the number of experts; a token is routed to one."""

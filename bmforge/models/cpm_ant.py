@@ -27,7 +27,7 @@ from bmforge.models.stack import check_ids, given_inputs
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.segment import find_distances, see_context, segment_rows
+from bmforge.nn.segment import context_mask, find_distances, segment_rows
 
 __all__ = ["CPMAnt", "CPMAntConfig", "fold_scales", "unfold_scales"]
 
@@ -221,7 +221,7 @@ class CPMAnt(CPMLive):
         if span is not None:
             together = span[:, None, :] == span[:, past:, None]
         distance = find_distances(x.shape[1], x.device, past)
-        mask = see_context(context.bool(), distance, together, real)
+        mask = context_mask(context.bool(), distance, together, real)
         return x, mask, self._find_bias(segment, x.shape[1], past)
 
     def _embed_given(self, inputs: Tensor) -> Tensor:

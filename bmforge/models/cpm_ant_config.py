@@ -7,6 +7,7 @@ model, which is assumed to have the layers of the 3B model that was compressed f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,34 +88,29 @@ class CPMAntConfig(CPMLiveConfig):
         """True if the muP scales are applied separately from the weights."""
         return not self.folded
 
-    def problems(self) -> list[str]:
-        """Return an error message for each inconsistency among the fields."""
-        problems = super().problems()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not 0 <= self.task_id < self.prompt_types:
-            problems.append(
-                f"task_id={self.task_id} must be below prompt_types={self.prompt_types}"
-            )
+            yield f"task_id={self.task_id} must be below prompt_types={self.prompt_types}"
         if self.segment_types <= TEXT_SEGMENT:
-            problems.append(f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}")
+            yield f"segment_types={self.segment_types} must be above {TEXT_SEGMENT}"
         fixed = {"sum_scale": 1.0, "task_id": 2, "prompts_in_vocabulary": False, "mask_modules": ()}
         for name, value in fixed.items() if self.folded else ():
-            if getattr(self, name) != value:
-                problems.append(
-                    f"{name} must be {value!r} in the format of transformers (folded=True)"
-                )
+            if (current := getattr(self, name)) != value:
+                yield f"{name}={current!r} must be {value!r} in transformers' format (folded=True)"
         if not self.folded and not self.tie_word_embeddings:
-            problems.append("tie_word_embeddings=False exists only in the format of transformers")
-        return problems
+            yield "tie_word_embeddings=False exists only in the format of transformers"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         folded = raw.get("model_type") == "cpmant"
         if folded:
             for name, value in {"num_layers": 48, "num_heads": 32, "dim_head": 128}.items():
                 if not {name, *(t for t, live in HF_FIELDS.items() if live == name)} & set(raw):
                     raw[name] = value
             raw.pop("tie_word_embeddings", None)
-        values, others = super()._take_special(raw)
+        values, others = super()._read_special(raw)
         return {**values, "folded": folded, "tie_word_embeddings": not folded}, others
 
     def to_hf(self) -> dict[str, Any]:

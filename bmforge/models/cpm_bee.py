@@ -2,14 +2,14 @@
 
 Every key and text of a document is a segment; the relation of two segments in the tree selects
 their attention bias. A token that exists only in one document has a base id and a sub id: the base
-id's embedding is rotated by the sub id (`nn.segment.turn_by_sub`), in the input and in the head.
+id's embedding is rotated by the sub id, in the input and in the head (`segment.rotate_by_sub_id`).
 
 Source: OpenBMB/CPM-Bee; the sizes are those of its checkpoints' config.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,11 +26,11 @@ from bmforge.models.traits import Traits
 from bmforge.nn import build_mask
 from bmforge.nn.attention import KeyValueCache
 from bmforge.nn.segment import (
+    context_mask,
     find_distances,
     find_relations,
     relation_rows,
-    see_context,
-    turn_by_sub,
+    rotate_by_sub_id,
 )
 from bmforge.tokenizers.cpm_bee.document import decode_document, encode_document
 
@@ -90,18 +90,15 @@ class CPMBeeConfig(CPMLiveConfig):
         live = "model_type" not in raw and "position_bias_num_segment_buckets" in raw
         return live or raw.get("model_type") in cls.model_types
 
-    def problems(self) -> list[str]:
-        """Return an error message for each inconsistency among the fields."""
-        problems = super().problems()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.hidden_size % 2:
-            problems.append(
+            yield (
                 f"hidden_size={self.hidden_size} must be even, because sub ids rotate pairs of dims"
             )
         if not self.tie_word_embeddings:
-            problems.append(
-                "tie_word_embeddings must be True, because the head uses the token embedding"
-            )
-        return problems
+            yield "tie_word_embeddings must be True, because the head uses the token embedding"
 
 
 class CPMBee(CPMLive):
@@ -189,7 +186,7 @@ class CPMBee(CPMLive):
         if self.is_begun:
             (x,) = self.arrived
         else:
-            x = self._turn(self.embed_inputs(input_ids, inputs_embeds), input_sub)
+            x = self._rotate(self.embed_inputs(input_ids, inputs_embeds), input_sub)
         if segment is None:
             mask, bias = self._read_text(inputs, attention_mask, document_ids, past)
         else:
@@ -211,15 +208,15 @@ class CPMBee(CPMLive):
         extension = None
         if ext_table_ids is not None and self.is_done:
             sub = None if ext_table_sub is None else ext_table_sub[None]
-            extension = self._turn(self.embed_inputs(ext_table_ids[None]), sub)[0]
+            extension = self._rotate(self.embed_inputs(ext_table_ids[None]), sub)[0]
         return self._answer(
             x, hidden_states, labels, num_items_in_batch, logits_to_keep, extension, logits_at
         )
 
-    def _turn(self, x: Tensor, sub: Tensor | None) -> Tensor:
+    def _rotate(self, x: Tensor, sub: Tensor | None) -> Tensor:
         """Scale token embeddings, (B, T, D), and rotate them by their sub ids."""
         x = x * self.spec.embed_scale
-        return x if sub is None else turn_by_sub(x, sub)
+        return x if sub is None else rotate_by_sub_id(x, sub)
 
     def _read_text(
         self,
@@ -266,7 +263,7 @@ class CPMBee(CPMLive):
         if length is not None:
             real = torch.arange(width, device=real.device) < length[:, None]
         distance = find_distances(width - past, real.device, past, position)
-        mask = see_context(tokens.context.bool(), distance, allowed, real)
+        mask = context_mask(tokens.context.bool(), distance, allowed, real)
         relation = find_relations(
             tokens.segment, tokens.num_segments, tokens.offset, relations, together
         )

@@ -11,6 +11,7 @@ Source: OpenBMB/CPM-Live; Yang et al., "Tensor Programs V" (2022) for the scales
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
-from bmforge.models.heads import check_places, pick_states
+from bmforge.models.heads import check_logits_at, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.sizes import LayerSizes
 from bmforge.models.stack import differing, run_layers, span_of, width_into
@@ -116,24 +117,16 @@ class CPMLiveConfig(ModelConfig):
         self.mask_modules = tuple((bool(attn), bool(mlp)) for attn, mlp in pairs)
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = self.problems()
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
-
-    def problems(self) -> list[str]:
-        """Return an error message for each inconsistency among the fields."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if len(self.mask_modules) not in (0, self.num_layers):
-            problems.append(
+            yield (
                 f"mask_modules has {len(self.mask_modules)} entries (expected: one for each of "
                 f"num_layers={self.num_layers} layers)"
             )
         if self.mask_modules and all(attn for attn, _ in self.mask_modules):
-            problems.append("mask_modules removes the attention of all layers")
-        return problems
+            yield "mask_modules removes the attention of all layers"
 
     @property
     def scales_weights(self) -> bool:
@@ -152,7 +145,7 @@ class CPMLiveConfig(ModelConfig):
         return {"layers": [full_sizes.without(no_attn, no_mlp) for no_attn, no_mlp in masks]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for published, live in HF_FIELDS.items():
             if published in raw:
                 raw[live] = raw.pop(published)
@@ -292,7 +285,7 @@ class CPMLive(CausalLM):
             extension: additional rows of the head, (E, D), which use unscaled hidden states.
             logits_at: positions, per sequence, whose logits are returned; None for all.
         """
-        check_places(self.config.head, labels, logits_at)
+        check_logits_at(self.config.head, labels, logits_at)
         if not self.is_done:
             return ModelOutput(carry=(x,))
         if self.config.head == "none":

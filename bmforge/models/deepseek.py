@@ -7,25 +7,19 @@ They have latent attention, routed experts and shared experts. Source: DeepSeek-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
-from bmforge.models.llama import llama_heads
+from bmforge.models.llama_like import llama_heads
 from bmforge.models.shared_experts import SHARED_EXPERT_NAMES, SharedExperts, SharedExpertsConfig
 from bmforge.nn.router import Scoring
 
 __all__ = ["DeepSeekV2", "DeepSeekV2Config", "DeepSeekV3", "DeepSeekV3Config"]
 
 _REQUIRED = SharedExpertsConfig.hf_required
-
-
-def _heads(stem: str, *names: str) -> dict[str, Head]:
-    """Return a dict from head name to head: "language_model", "none", and those in `names`."""
-    names = ("language_model", "none", *names)
-    return {name: head for name, head in llama_heads(stem).items() if name in names}
 
 
 def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> dict[str, Any]:
@@ -67,9 +61,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
 
     family: ClassVar[str] = "deepseek_v3"
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2")
-    heads: ClassVar[dict[str, Head]] = _heads(
-        "DeepseekV3", "sequence_classification", "token_classification"
-    )
+    heads: ClassVar[dict[str, Head]] = llama_heads("DeepseekV3", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = {
         **SHARED_EXPERT_NAMES,
         **LATENT_NAMES,
@@ -142,7 +134,7 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
 
     family: ClassVar[str] = "deepseek_v2"
     scoring: ClassVar[Scoring] = "softmax"
-    heads: ClassVar[dict[str, Head]] = _heads("DeepseekV2", "sequence_classification")
+    heads: ClassVar[dict[str, Head]] = llama_heads("DeepseekV2", classifiers=("sequence",))
     hf_names: ClassVar[dict[str, str]] = {
         **{k: v for k, v in SHARED_EXPERT_NAMES.items() if k != "normalize_weights"},
         **LATENT_NAMES,
@@ -186,26 +178,23 @@ class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
     normalize_weights: bool = False
     weight_scale: float = 16.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.normalize_weights:
-            raise ConfigError(
-                "DeepSeekV2Config: normalize_weights=True is not supported (allowed: False, as in "
-                "transformers)."
-            )
+            yield "normalize_weights=True is not supported (allowed: False, as in transformers)"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         method = raw.pop("topk_method", None) or "greedy"
         if method == "greedy":
             raw |= {"n_group": 1, "topk_group": 1}
         elif method != "group_limited_greedy":
             raw["topk_method"] = method  # refused as an unknown field
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def _give_special(self) -> dict[str, Any]:
-        out = super()._give_special()
+    def _write_special(self) -> dict[str, Any]:
+        out = super()._write_special()
         del out["num_nextn_predict_layers"]
         if self.expert_groups > 1:
             return {**out, "topk_method": "group_limited_greedy"}

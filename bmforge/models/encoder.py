@@ -24,7 +24,7 @@ from bmforge.models.encoder_heads import (
     mean_of_tokens,
 )
 from bmforge.models.encoder_names import encoder_rules
-from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
+from bmforge.models.heads import check_logits_at, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.stack import (
     StackSpec,
@@ -213,7 +213,7 @@ class EncoderModel(Model):
                 exactly one of ids and embeddings is given.
         """
         inputs = given_inputs(input_ids, inputs_embeds)
-        check_places(self.config.head, labels, logits_at)
+        check_logits_at(self.config.head, labels, logits_at)
         masks = self.build_masks(inputs, attention_mask, document_ids, **extra)
         span = span_of(self.layers)
         if position_ids is None and cache is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
 
@@ -119,26 +119,16 @@ class EncoderConfig(ModelConfig):
     attn_dropout: float = 0.0
     classifier_dropout: float | None = None
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         for name in ("max_seq_len", "num_segments"):
             if getattr(self, name) < 1:
-                problems.append(f"{name}={getattr(self, name)} must be a positive number")
+                yield f"{name}={getattr(self, name)} must be a positive number"
         if self.pad_token_id is None and self.positions_skip_padding:
-            problems.append("pad_token_id must be set, because positions are counted from it")
+            yield "pad_token_id must be set, because positions are counted from it"
         elif not 0 <= (self.pad_token_id or 0) < self.vocab_size:
-            problems.append(
-                f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems) + ".")
+            yield f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
 
     @property
     def position_offset(self) -> int:
@@ -146,14 +136,14 @@ class EncoderConfig(ModelConfig):
         return (self.pad_token_id or 0) + 1 if self.positions_skip_padding else 0
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         pad = raw.get("pad_token_id", cls.pad_token_id)
         offset = (pad or 0) + 1 if cls.positions_skip_padding else 0
         # Transformers' default of the field.
         rows = raw.pop("max_position_embeddings", None) or 512
         return {"max_seq_len": rows - offset, "pad_token_id": pad}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"max_position_embeddings": self.max_seq_len + self.position_offset}
 
     def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:

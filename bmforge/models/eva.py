@@ -17,10 +17,9 @@ from bmforge.models.cpm2 import megatron_rules
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
 from bmforge.models.seq2seq_config import Seq2SeqConfig, make_spec
-from bmforge.models.sizes import sizes_of
-from bmforge.models.stack import find_block, width_into
+from bmforge.models.t5 import t5_rules
 from bmforge.models.traits import Traits
-from bmforge.models.weights import WeightRule, linear_rules
+from bmforge.models.weights import WeightRule
 
 __all__ = ["EVA", "EVAConfig"]
 
@@ -77,8 +76,8 @@ class EVAConfig(Seq2SeqConfig):
     eos_token_id: int = 4
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         start = raw.get("decoder_start_token_id")
         if start is not None and start != raw.get("bos_token_id", start):
             raise ConfigError(
@@ -100,21 +99,6 @@ class EVA(Seq2Seq):
     def __init__(self, config: EVAConfig) -> None:
         spec = make_spec(config, config.activation, None if config.attn_scale else 1.0)
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
-
-    def init_std(self, name: str) -> float:
-        """Return the standard deviation that the original class uses for a parameter.
-
-        It is 1 for embeddings and head; for other weights it depends on the input width.
-        """
-        config = self.config
-        if name.startswith(("embed", "lm_head")):
-            return float(config.init_std)
-        width = config.hidden_size
-        if name.endswith("q_proj.weight"):
-            width *= sizes_of(find_block(self, name).spec).head_dim
-        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
-            width = width_into(self, name)
-        return float(config.init_std * width**-0.5)
 
     def tied_copies(self) -> dict[str, str]:
         """Return a dict from the names of each stack's embedding copies to the original names."""
@@ -149,39 +133,6 @@ class EVA(Seq2Seq):
         return [*megatron_rules(self.config), roles, head]
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to those of EVA's published code, in which sublayers are numbered."""
-        rules = [
-            WeightRule("embed.weight", "shared.weight"),
-            WeightRule("embed_segments.weight", "role_embeds.weight"),
-        ]
-        for stack, parts in (
-            ("encoder", ("attn", "mlp")),
-            ("decoder", ("attn", "cross_attn", "mlp")),
-        ):
-            first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
-            names = {f"{stack}.norm": f"{stack}.final_layer_norm", f"{stack}.rel_bias": first}
-            for number, part in enumerate(parts):
-                own, published = (
-                    f"{stack}.layers.{{i}}.{part}",
-                    f"{stack}.block.{{i}}.layer.{number}",
-                )
-                names[f"{own}_norm"] = f"{published}.layer_norm"
-                for name, published_name in _PART_NAMES[part].items():
-                    names[f"{own}.{name}"] = f"{published}.{published_name}"
-            rules += linear_rules(names, ("weight",))
-        return rules
-
-
-def _attention(module: str) -> dict[str, str]:
-    return {f"{n}_proj": f"{module}.{n}" for n in ("q", "k", "v", "o")}
-
-
-_PART_NAMES = {
-    "attn": _attention("SelfAttention"),
-    "cross_attn": _attention("EncDecAttention"),
-    "mlp": {
-        "gate_proj": "DenseReluDense.wi_0",
-        "up_proj": "DenseReluDense.wi_1",
-        "down_proj": "DenseReluDense.wo",
-    },
-}
+        """Map parameter names to those of EVA's published code: T5's, and the role embeddings."""
+        roles = WeightRule("embed_segments.weight", "role_embeds.weight")
+        return [*t5_rules(is_gated=True), roles]

@@ -6,10 +6,10 @@ implementation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.llama_like import (
@@ -102,22 +102,18 @@ class FalconConfig(LlamaLikeConfig):
     bias: bool = False
     dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not self.new_decoder_architecture and self.num_kv_heads not in (1, self.num_heads):
-            raise ConfigError(
-                f"FalconConfig: num_kv_heads={self.num_kv_heads} needs "
-                f"new_decoder_architecture=True (without it: 1 or num_heads={self.num_heads})."
+            yield (
+                f"num_kv_heads={self.num_kv_heads} needs new_decoder_architecture=True (without "
+                f"it: 1 or num_heads={self.num_heads})"
             )
         if self.parallel_norms and not self.new_decoder_architecture:
-            raise ConfigError(
-                "FalconConfig: parallel_norms=True needs new_decoder_architecture=True."
-            )
+            yield "parallel_norms=True needs new_decoder_architecture=True"
         if self.new_decoder_architecture and not self.parallel_attn:
-            raise ConfigError(
-                "FalconConfig: new_decoder_architecture=True needs parallel_attn=True."
-            )
+            yield "new_decoder_architecture=True needs parallel_attn=True"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
@@ -125,14 +121,14 @@ class FalconConfig(LlamaLikeConfig):
         return super().opens(raw) and not raw.get("alibi")
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         kv_heads, is_multi_query = raw.pop("num_kv_heads", None), raw.pop("multi_query", True)
         norms, is_new = (
             raw.pop("num_ln_in_parallel_attn", None),
             raw.get("new_decoder_architecture"),
         )
         heads = raw.get("num_attention_heads", cls.num_heads)
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         if is_new:
             values["num_kv_heads"] = heads if kv_heads is None else kv_heads
         else:
@@ -140,14 +136,14 @@ class FalconConfig(LlamaLikeConfig):
         values["parallel_norms"] = bool(is_new) and norms in (None, 2)
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         is_multi_query = self.num_kv_heads == 1
         if self.new_decoder_architecture:  # transformers does not read the field
             is_multi_query = self.raw.get("multi_query", True)
         norms = (2 if self.parallel_norms else 1) if self.new_decoder_architecture else None
         kv_heads = self.num_kv_heads if self.new_decoder_architecture else self.num_heads
         own = {"multi_query": is_multi_query, "num_ln_in_parallel_attn": norms}
-        return {**super()._give_special(), **own, "num_kv_heads": kv_heads, "alibi": False}
+        return {**super()._write_special(), **own, "num_kv_heads": kv_heads, "alibi": False}
 
 
 class Falcon(LlamaLike):

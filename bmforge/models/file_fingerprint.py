@@ -17,7 +17,7 @@ __all__ = ["fingerprint_of_files"]
 
 
 def fingerprint_of_files(
-    model: Any, directory: str | Path, but: Collection[str] = ()
+    model: Any, directory: str | Path, excluded: Collection[str] = ()
 ) -> str | None:
     """Return the fingerprint that the model would have if loaded without quantization.
 
@@ -26,7 +26,7 @@ def fingerprint_of_files(
     Args:
         model: model that was loaded from the directory, possibly quantized or streamed.
         directory: directory of the weights, or a GGUF file.
-        but: names of parameters to exclude, because an adapter trains them in full.
+        excluded: names of parameters to exclude, because an adapter trains them in full.
 
     Returns:
         16 hexadecimal digits; None if the files contain integer weights, or lack a parameter.
@@ -35,7 +35,7 @@ def fingerprint_of_files(
     options = {} if head is None else {"head": head}
     plain, files = type(model).describe_pretrained(directory, **options)
     reader = weight_reader(plain, files, threads=1, new_head=head is not None)
-    parameters = {n: p for n, p in plain.named_parameters() if n not in but}
+    parameters = {n: p for n, p in plain.named_parameters() if n not in excluded}
     is_plain = all(p.is_floating_point() and reader.is_stored(n) for n, p in parameters.items())
     return digest_samples(_sample(reader, parameters)) if is_plain else None
 

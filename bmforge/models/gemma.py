@@ -9,10 +9,10 @@ tables.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig, LocalRotaryConfig
@@ -86,19 +86,19 @@ class GemmaConfig(LlamaLikeConfig):
     attn_bias: bool = False
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # The first configs name the exact GELU, but the model was trained with the tanh form.
         if raw.get("hidden_act") == "gelu":
             raw["hidden_act"] = "gelu_pytorch_tanh"
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        if self.activation == "gelu":  # config.json cannot state it; see `_take_special`
-            raise ConfigError(
-                "GemmaConfig: activation='gelu' is not supported. Use 'gelu_pytorch_tanh', which "
-                "Gemma was trained with."
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        if self.activation == "gelu":  # config.json cannot state it; see `_read_special`
+            yield (
+                "activation='gelu' is not supported (use 'gelu_pytorch_tanh', which Gemma was "
+                "trained with)"
             )
 
 
@@ -141,14 +141,14 @@ class Gemma2Config(LayerTypesConfig):
     logit_softcap: float | None = 30.0
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         caps = {own: raw.pop(name, getattr(cls, own)) for own, name in _CAPS.items()}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, **caps}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         caps = {name: getattr(self, own) for own, name in _CAPS.items()}
-        return {**super()._give_special(), **caps}
+        return {**super()._write_special(), **caps}
 
 
 # In these fields null is a valid value, which means no cap.
@@ -197,33 +197,25 @@ class Gemma3Config(LocalRotaryConfig):
     query_size: float = 256
 
 
-def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return the block spec with Gemma's norms (offset 1)."""
-    return replace(block, norm=NormSpec("rms", config.norm_eps, offset=1.0))
-
-
-def _scaled(spec: DecoderSpec, config: Any) -> DecoderSpec:
-    """Return a copy of the `DecoderSpec` with Gemma's factor on the embedding."""
-    return replace(spec, embed_scale=math.sqrt(config.hidden_size), rounds_embed_scale=True)
-
-
 class Gemma(LlamaLike):
     """Gemma 1 with a language-model head."""
 
-    config_class = GemmaConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = GemmaConfig
 
     @classmethod
-    def make_block(cls, config: GemmaConfig) -> BlockSpec:
-        """Return Llama's block with Gemma's norms."""
-        return _block(super().make_block(config), config)
+    def make_block(cls, config: Any) -> BlockSpec:
+        """Return Llama's block with Gemma's norms (offset 1)."""
+        norm = NormSpec("rms", config.norm_eps, offset=1.0)
+        return replace(super().make_block(config), norm=norm)
 
     @classmethod
-    def make_spec(cls, config: GemmaConfig) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return _scaled(super().make_spec(config), config)
+    def make_spec(cls, config: Any) -> DecoderSpec:
+        """Return the `DecoderSpec` of the model, with Gemma's factor on the embedding."""
+        scale = math.sqrt(config.hidden_size)
+        return replace(super().make_spec(config), embed_scale=scale, rounds_embed_scale=True)
 
 
-class Gemma2(LayerTypes):
+class Gemma2(Gemma, LayerTypes):
     """Gemma 2 with a language-model head."""
 
     config_class = Gemma2Config
@@ -231,7 +223,7 @@ class Gemma2(LayerTypes):
     @classmethod
     def make_block(cls, config: Gemma2Config) -> BlockSpec:
         """Return Gemma's block with two norms per sublayer and capped scores."""
-        block = _block(super().make_block(config), config)
+        block = super().make_block(config)
         assert block.attn is not None
         attn = replace(block.attn, scale=config.query_size**-0.5, softcap=config.attn_softcap)
         return replace(block, attn=attn, norm_place="sandwich")
@@ -239,8 +231,7 @@ class Gemma2(LayerTypes):
     @classmethod
     def make_spec(cls, config: Gemma2Config) -> DecoderSpec:
         """Return the `DecoderSpec` of the model."""
-        spec = _scaled(super().make_spec(config), config)
-        return replace(spec, head_softcap=config.logit_softcap)
+        return replace(super().make_spec(config), head_softcap=config.logit_softcap)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; a layer has four norms."""
@@ -255,7 +246,7 @@ _NORMS = {
 }
 
 
-class Gemma3(LayerTypes):
+class Gemma3(Gemma, LayerTypes):
     """Gemma 3's text model with a language-model head."""
 
     config_class = Gemma3Config
@@ -263,15 +254,10 @@ class Gemma3(LayerTypes):
     @classmethod
     def make_block(cls, config: Gemma3Config) -> BlockSpec:
         """Return Gemma's block with two norms per sublayer and norms of q and k."""
-        block = _block(super().make_block(config), config)
+        block = super().make_block(config)
         assert block.attn is not None
         attn = replace(block.attn, scale=config.query_size**-0.5, qk_norm=block.norm)
         return replace(block, attn=attn, norm_place="sandwich")
-
-    @classmethod
-    def make_spec(cls, config: Gemma3Config) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return _scaled(super().make_spec(config), config)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; a layer has four norms."""

@@ -11,7 +11,7 @@ the same model_type, but is the family `GLM4`.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -126,21 +126,14 @@ class GLMConfig(ModelConfig):
     sop_token_id: int | None = None
     mask_token_id: int | None = None
 
-    def check(self) -> None:
-        """Raise `ConfigError` for values that config.json cannot express."""
-        super().check()
-        problems = self.find_unlike(
-            {
-                "intermediate_size": (self.intermediate_size, 4 * self.hidden_size),
-                "num_kv_heads": (self.num_kv_heads, self.num_heads),
-                "num_heads x head_dim": (self.num_heads * self.head_dim, self.hidden_size),
-                "tie_word_embeddings": (self.tie_word_embeddings, True),
-            }
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        yield from self.find_unsavable(
+            intermediate_size=4 * self.hidden_size, tie_word_embeddings=True
         )
         if (self.sop_token_id is None) != (self.mask_token_id is None):
-            problems.append("sop_token_id and mask_token_id must be set together")
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield "sop_token_id and mask_token_id must be set together"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
@@ -159,11 +152,11 @@ class GLMConfig(ModelConfig):
         return super().from_hf(raw, allow_unknown)
 
     @classmethod
-    def _take_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_head(cls, raw: dict[str, Any]) -> dict[str, Any]:
         is_bare = raw.get("architectures") == ["GLMModel"] and not raw.get("output_predict")
-        return super()._take_head(raw) | ({"head": "none"} if is_bare else {})
+        return super()._read_head(raw) | ({"head": "none"} if is_bare else {})
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"block_position_encoding": True, "output_predict": self.head == "language_model"}
 
 
@@ -183,6 +176,7 @@ class GLM(CausalLM):
 
     config_class = GLMConfig
     family_traits = Traits("blanks", "blanks", "learned", tokenizer="GLMTokenizer")
+    scales_residuals = True
     hf_prefix = "glm."
 
     def __init__(self, config: GLMConfig) -> None:
@@ -195,11 +189,6 @@ class GLM(CausalLM):
         self.embed_blocks = nn.Embedding(rows, width)
         if config.head == "sequence_classification":
             self.classifier = DeepClassifier(width, config.num_labels, config.dropout)
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def derive_positions(
         self, input_ids: Tensor, attention_mask: Tensor | None = None
@@ -261,7 +250,8 @@ class GLM(CausalLM):
             count = attention_mask.numel()
             if count not in (1, batch_size):
                 raise ShapeError(
-                    f"attention_mask has {count} lengths, but the batch has {batch_size} sequences."
+                    f"attention_mask has {count} lengths, but the batch has {batch_size} "
+                    "sequences. Pass one length per sequence."
                 )
             prefix, attention_mask = attention_mask.reshape(-1).expand(batch_size), None
         elif self.config.sop_token_id is not None and not past:

@@ -27,16 +27,6 @@ from bmforge.nn import BlockSpec
 __all__ = ["GLM4", "GLM4Config"]
 
 
-def _heads() -> dict[str, Head]:
-    """Return a dict from head name to head, with transformers' classes Glm4For... and GlmFor..."""
-    heads = llama_heads("Glm4")
-    del heads["question_answering"]
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Glm4", "Glm"),))
-        for name, head in heads.items()
-    }
-
-
 @dataclass(kw_only=True)
 class GLM4Config(PartialRotaryConfig):
     """Config of GLM-4; other fields are those of the base class.
@@ -49,7 +39,9 @@ class GLM4Config(PartialRotaryConfig):
     family: ClassVar[str] = "glm4"
     model_types: ClassVar[tuple[str, ...]] = ("glm4", "glm")
     default_part: ClassVar[float] = 0.5
-    heads: ClassVar[dict[str, Head]] = _heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads(
+        "Glm4", classifiers=("sequence", "token"), alias="Glm"
+    )
     hf_names: ClassVar[dict[str, str]] = renamed(
         model_type="model_type", head_dim="head_dim", qkv_bias="attention_bias"
     )
@@ -94,8 +86,8 @@ class GLM4Config(PartialRotaryConfig):
         """Return True for a config.json of GLM-4; GLM-10B's has the same model_type."""
         return super().opens(raw) and not is_glm10b(raw)
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "glm":
             out["architectures"] = [n.replace("Glm4", "Glm") for n in out["architectures"]]
         return out

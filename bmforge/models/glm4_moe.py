@@ -16,7 +16,6 @@ from bmforge.nn import BlockSpec, NormSpec
 
 __all__ = ["GLM4Moe", "GLM4MoeConfig"]
 
-_HEADS = ("language_model", "none")
 _LARGE = {
     "hidden_size": 5120,
     "intermediate_size": 12288,
@@ -40,9 +39,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
 
     family: ClassVar[str] = "glm4_moe"
     default_part: ClassVar[float] = 0.5
-    heads: ClassVar[dict[str, Head]] = {
-        name: head for name, head in llama_heads("Glm4Moe").items() if name in _HEADS
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("Glm4Moe", classifiers=())
     hf_names: ClassVar[dict[str, str]] = {
         **SHARED_EXPERT_NAMES,
         "head_dim": "head_dim",
@@ -77,11 +74,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, without head_dim if it is hidden_size / num_heads."""
-        out = super().to_hf()
-        implied = self.head_dim == self.hidden_size // self.num_heads
-        if implied and self.raw.get("head_dim") is None:
-            del out["head_dim"]
-        return out
+        return self.omit_head_dim(super().to_hf())
 
 
 class GLM4Moe(SharedExperts):

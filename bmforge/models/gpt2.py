@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,7 +104,7 @@ class GPT2Config(ModelConfig):
     bias: bool = True
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         embed, residual = raw.pop("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
         values: dict[str, Any] = {
             name: raw.pop(name) for name in ("head_dim", "bias") if name in raw
@@ -114,7 +113,11 @@ class GPT2Config(ModelConfig):
             values["embed_dropout"] = embed
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def saves_head_dim(self) -> bool:
+        """Return True: `_write_special` saves a head_dim other than hidden_size / num_heads."""
+        return True
+
+    def _write_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
         is_usual = self.num_heads * self.head_dim == self.hidden_size
@@ -131,6 +134,7 @@ class GPT2(CausalLM):
 
     config_class = GPT2Config
     family_traits = Traits("left", "next token", "learned")
+    scales_residuals = True
     hf_prefix = "transformer."
 
     def __init__(self, config: GPT2Config) -> None:
@@ -151,11 +155,6 @@ class GPT2(CausalLM):
         )
         embed = config.dropout if config.embed_dropout is None else config.embed_dropout
         super().__init__(config, DecoderSpec(block, embed_dropout=embed))
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; Conv1D is transposed, q, k, v are fused."""

@@ -90,17 +90,17 @@ class GPTNeoXConfig(PartialRotaryConfig):
     dropout: float = 0.0
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         part, theta = raw.pop("rotary_pct", None), raw.pop("rotary_emb_base", None)
         stated = raw.get("rope_parameters") or {}
         if part is not None and "partial_rotary_factor" not in stated:
             raw["partial_rotary_factor"] = part
         if theta is not None and "rope_theta" not in stated:
             raw["rope_theta"] = theta
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def _give_special(self) -> dict[str, Any]:
-        out = super()._give_special()
+    def _write_special(self) -> dict[str, Any]:
+        out = super()._write_special()
         scaling = {**(out["rope_scaling"] or {})}
         scaling.pop("partial_rotary_factor", None)
         names = {"rotary_pct": self.rotary_part, "rotary_emb_base": self.rope_theta}

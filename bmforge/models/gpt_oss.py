@@ -20,8 +20,6 @@ from bmforge.nn.mlp import SWIGLU_ALPHA
 
 __all__ = ["GptOss", "GptOssConfig"]
 
-_HEADS = ("language_model", "sequence_classification", "token_classification", "none")
-
 
 def _yarn() -> dict[str, Any]:
     numbers = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -40,9 +38,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
     family: ClassVar[str] = "gpt_oss"
     default_window: ClassVar[int] = 128
     default_theta: ClassVar[float] = 150000.0
-    heads: ClassVar[dict[str, Head]] = {
-        name: head for name, head in llama_heads("GptOss").items() if name in _HEADS
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("GptOss", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = {
         **MixtralConfig.hf_names,
         "attn_bias": "attention_bias",
@@ -99,20 +95,20 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
         return (spec,) * self.num_layers
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         if "experts_per_token" in raw:  # another name of num_experts_per_tok
             raw.setdefault("num_experts_per_tok", raw["experts_per_token"])
             del raw["experts_per_token"]
         is_scaled = raw.get("rope_parameters") or raw.get("rope_scaling")
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return values if is_scaled else {**values, "rope_scaling": _yarn()}, raw
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         return {}  # `LayerTypesConfig` reads the window fields
 
-    def _give_special(self) -> dict[str, Any]:
-        out = super()._give_special()
+    def _write_special(self) -> dict[str, Any]:
+        out = super()._write_special()
         # If the field is absent, transformers uses the YaRN scaling of the published checkpoints.
         return out if self.rope_scaling else {**out, "rope_scaling": {"rope_type": "default"}}
 

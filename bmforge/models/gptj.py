@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
@@ -87,27 +86,16 @@ class GPTJConfig(ModelConfig):
     dropout: float = 0.0
     attn_dropout: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if (
-            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
-        ) or self.num_kv_heads != self.num_heads:
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must equal "
-                "num_heads"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            problems.append(
+            yield (
                 f"rotary_dim={self.rotary_dim} must be even and between 2 and "
                 f"head_dim={self.head_dim}"
             )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         implied = self.intermediate_size == 4 * self.hidden_size
         keep_none = implied and self.raw.get("n_inner") is None
         return {"n_inner": None if keep_none else self.intermediate_size}
@@ -118,6 +106,7 @@ class GPTJ(CausalLM):
 
     config_class = GPTJConfig
     family_traits = Traits("left", "next token", "rotary")
+    scales_residuals = True
     hf_prefix = "transformer."
 
     def __init__(self, config: GPTJConfig) -> None:
@@ -143,11 +132,6 @@ class GPTJ(CausalLM):
             config,
             DecoderSpec(block, rope=rope, embed_dropout=config.embed_dropout, head_bias=True),
         )
-
-    def init_std(self, name: str) -> float:
-        """Return a parameter's initial std, scaled by 1/sqrt(2 L) for residual projections."""
-        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return self.config.init_std / (math.sqrt(2 * self.config.num_layers) if scaled else 1.0)
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names."""

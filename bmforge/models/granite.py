@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 from bmforge.nn import BlockSpec
 
 __all__ = ["Granite", "GraniteConfig"]
@@ -40,10 +40,7 @@ class GraniteConfig(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "granite"
-    heads: ClassVar[dict[str, Head]] = {
-        "language_model": Head("GraniteForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        "none": Head("GraniteModel", prefix=""),
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("Granite", classifiers=())
     hf_names: ClassVar[dict[str, str]] = renamed(
         attn_bias="attention_bias",
         mlp_bias="mlp_bias",
@@ -83,11 +80,11 @@ class GraniteConfig(LlamaLikeConfig):
     attn_scale: float = 0.015625
     logit_divisor: float = 8.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if not self.logit_divisor:
-            raise ConfigError("GraniteConfig: logit_divisor must not be 0.")
+            yield f"logit_divisor={self.logit_divisor} must not be 0"
 
 
 class Granite(LlamaLike):

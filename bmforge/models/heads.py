@@ -21,7 +21,7 @@ __all__ = [
     "Head",
     "check_head",
     "check_labels",
-    "check_places",
+    "check_logits_at",
     "classification_loss",
     "classifier_heads",
     "find_last_token",
@@ -188,14 +188,14 @@ def check_labels(labels: Tensor, rows: int) -> None:
     if labels.shape[0] != rows:
         raise ShapeError(
             f"labels have the batch size {labels.shape[0]}, but the inputs have the batch size "
-            f"{rows}."
+            f"{rows}. Pass labels for every sequence."
         )
 
 
 _TOKEN_HEADS = ("masked_lm", "language_model", "sequence_to_sequence")
 
 
-def check_places(
+def check_logits_at(
     head: str,
     labels: Tensor | None,
     logits_at: Tensor | None,

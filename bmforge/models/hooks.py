@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from bmforge.models.init import NoDrawing
+from bmforge.models.init import SkipInit
 from bmforge.surgery import match_glob
 
 __all__ = ["ModelHooks"]
@@ -23,6 +24,8 @@ class ModelHooks:
         keeps_foreign_cache: True if the model uses the KV cache of another library; see
             `transformers.ForeignCache`.
         takes_images: True if prompts of the model may contain images.
+        scales_residuals: True if the standard deviation of the initialization is divided by
+            sqrt(2 L) for the output projections of the L layers' sublayers.
     """
 
     config: Any
@@ -30,11 +33,12 @@ class ModelHooks:
     traces_memory: ClassVar[bool] = True
     keeps_foreign_cache: ClassVar[bool] = False
     takes_images: bool = False
+    scales_residuals: ClassVar[bool] = False
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
         """Build a config's model on the meta device, without adapters and other changes."""
-        with torch.device("meta"), NoDrawing():
+        with torch.device("meta"), SkipInit():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)
 
@@ -50,6 +54,12 @@ class ModelHooks:
     def initial_value(self, name: str) -> Tensor | None:
         """Return the fixed initial value of a tensor; None if it is initialized at random."""
         return None
+
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation with which a parameter is initialized."""
+        scaled = self.scales_residuals and name.endswith(("o_proj.weight", "down_proj.weight"))
+        divisor = math.sqrt(2 * self.config.num_layers) if scaled else 1.0
+        return float(self.config.init_std / divisor)
 
     def is_of_head(self, name: str) -> bool:
         """Return True for a tensor of the head or of an adapter on the head."""

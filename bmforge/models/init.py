@@ -11,20 +11,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bmforge.nn.part import Derived, tensor_notes
-from bmforge.nn.random_init import copy_part_, draw_normal_, draw_tensor_, fill_
+from bmforge.nn.random_init import copy_part_, fill_, init_from_note_, sample_normal_
 from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
 __all__ = [
-    "NoDrawing",
+    "SkipInit",
     "init_tensor_",
     "init_weights_",
     "materialize_",
-    "weight_drawer",
+    "weight_initializer",
 ]
 
 
-class NoDrawing(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Mode in which modules are built without initializing their weights.
 
     On the meta device, initialization has no effect, but it makes torch import its compiler, which
@@ -102,7 +102,7 @@ def init_weights_(model: Any, seed: int = 0, *, device: torch.device | str | Non
     return model
 
 
-def weight_drawer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
+def weight_initializer(model: Any, seed: int = 0) -> Callable[[str, Tensor], None]:
     """Return a function (name, target) that initializes a tensor as `init_weights_` does."""
     return lambda name, target: init_tensor_(model, target, name, seed)
 
@@ -122,8 +122,8 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     owner, _, key = name.rpartition(".")
     note = tensor_notes(model.get_submodule(owner)).get(key)
     if note is not None:
-        base = f"{owner}.{note.draw.base}" if isinstance(note.draw, Derived) else name
-        draw_tensor_(tensor, name, note, model.init_std(base), seed)
+        base = f"{owner}.{note.initial.base}" if isinstance(note.initial, Derived) else name
+        init_from_note_(tensor, name, note, model.init_std(base), seed)
     elif not tensor.is_floating_point() or (
         key in model.get_submodule(owner)._buffers and not key.endswith("bias")
     ):
@@ -136,4 +136,4 @@ def init_tensor_(model: Any, tensor: Tensor, name: str, seed: int) -> None:
     elif name.endswith("bias"):
         fill_(tensor, 0.0)
     else:
-        draw_normal_(tensor, name, model.init_std(name), seed)
+        sample_normal_(tensor, name, model.init_std(name), seed)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
 
 __all__ = ["InternLM3", "InternLM3Config"]
-
-
-def _internlm3_heads() -> dict[str, Head]:
-    """Return a dict from head name to head.
-
-    The heads are those of Llama; the InternLM3 architecture names are accepted as aliases.
-    """
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Llama", "InternLM3"),))
-        for name, head in llama_heads("Llama", question_prefix="transformer.").items()
-    }
 
 
 @dataclass(kw_only=True)
@@ -33,7 +22,7 @@ class InternLM3Config(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "internlm3"
-    heads: ClassVar[dict[str, Head]] = _internlm3_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Llama", "transformer.", alias="InternLM3")
     hf_names: ClassVar[dict[str, str]] = renamed(
         head_dim="head_dim", attn_bias="attention_bias", mlp_bias="mlp_bias"
     )
@@ -57,21 +46,18 @@ class InternLM3Config(LlamaLikeConfig):
     attn_bias: bool = False
     mlp_bias: bool = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.attn_bias != self.mlp_bias:  # transformers' implementation has one field for both
-            raise ConfigError(
-                f"InternLM3Config: attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be "
-                "equal."
-            )
+            yield f"attn_bias={self.attn_bias} and mlp_bias={self.mlp_bias} must be equal"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for published, own in (("qkv_bias", "attention_bias"), ("bias", "mlp_bias")):
             if published in raw:  # fields of the remote code
                 raw[own] = raw.pop(published)
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 class InternLM3(LlamaLike):

@@ -18,7 +18,7 @@ from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import QuantSpec
-from bmforge.nn.part import beside_parts, has_other_hooks, move_parts_
+from bmforge.nn.part import adapters_of, has_other_hooks, move_parts_
 from bmforge.nn.part_kinds import PART_KINDS, Kind, NoOptions, refuse_name
 from bmforge.nn.quantized import plain_weights, store_packed
 from bmforge.nn.uncalled_modules import find_uncalled
@@ -82,7 +82,7 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
             "(such as pruning gates) would be lost. Remove the hooks first."
         )
     for n, module in new.items():
-        if taken := [p for p, _ in beside_parts(model.get_submodule(n)) if hasattr(module, p)]:
+        if taken := [p for p, _ in adapters_of(model.get_submodule(n)) if hasattr(module, p)]:
             kind = type(module).__name__
             raise ConfigError(
                 f"an adapter of {n} has the name {taken[0]!r}, which is also an attribute of "
@@ -113,7 +113,10 @@ def resize_blocks_(model: nn.Module, names: Sequence[str], sizes: Sizes, name: s
     """Resize the layers of a model (see `resize.resize_`)."""
     refuse_name(name)
     if getattr(model, "spec", None) is None:
-        raise ConfigError("this model cannot be resized (supported: model families of bmforge).")
+        raise ConfigError(
+            f"a {type(model).__name__} cannot be resized (supported: model families of bmforge). "
+            "Use another model."
+        )
     resize_(model, names, sizes)
 
 

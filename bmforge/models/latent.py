@@ -6,10 +6,10 @@ Source: DeepSeek-AI, "DeepSeek-V2" (arXiv 2405.04434), section 2.1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bmforge.errors import ConfigError
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig
 from bmforge.models.rules import TensorCut, whole_attention
 from bmforge.models.sizes import LayerSizes
@@ -60,25 +60,20 @@ class LatentConfig(LlamaLikeConfig):
         self.head_dim = self.head_dim or self.plain_dim + self.rope_dim
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        name, problems = type(self).__name__, []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.head_dim != self.plain_dim + self.rope_dim:
-            problems.append(
+            yield (
                 f"head_dim={self.head_dim} must equal plain_dim={self.plain_dim} + "
                 f"rope_dim={self.rope_dim}"
             )
         if self.num_kv_heads != self.num_heads:
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
-            )
+            yield f"num_kv_heads={self.num_kv_heads} must equal num_heads={self.num_heads}"
         if not 0 < self.value_dim <= self.head_dim:
-            problems.append(f"value_dim={self.value_dim} must be from 1 to {self.head_dim}")
-        if problems:
-            raise ConfigError(f"{name}: {'; '.join(problems)}.")
+            yield f"value_dim={self.value_dim} must be from 1 to {self.head_dim}"
 
-    def _saves_head_dim(self) -> bool:
+    def saves_head_dim(self) -> bool:
         """Return True: head_dim is plain_dim + rope_dim, which are saved."""
         return True
 
@@ -108,16 +103,16 @@ class LatentConfig(LlamaLikeConfig):
         return replace(super().layer_sizes(), latent=self.latent_spec())
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # transformers writes rope_dim as head_dim, and plain_dim + rope_dim as qk_head_dim.
         for name in ("head_dim", "qk_head_dim"):
             raw.pop(name, None)
         rank = {"q_rank": raw.pop("q_lora_rank") or 0} if "q_lora_rank" in raw else {}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, **rank}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "q_lora_rank": self.q_rank or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "q_lora_rank": self.q_rank or None}
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, without the head dims that transformers derives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -39,25 +40,25 @@ class LayerTypesConfig(LlamaLikeConfig):
         kinds = self.layer_types or self._usual_types(self.num_layers, self.full_every)
         return [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        kinds, name = self.layer_types, type(self).__name__
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        kinds = self.layer_types
         if kinds and (len(kinds) != self.num_layers or set(kinds) - {_SLIDING, _FULL}):
-            raise ConfigError(
-                f"{name}: layer_types={kinds} must have one entry, {_SLIDING!r} or {_FULL!r}, for "
-                f"each of num_layers={self.num_layers} layers."
+            yield (
+                f"layer_types={kinds} must have one entry, {_SLIDING!r} or {_FULL!r}, for each of "
+                f"num_layers={self.num_layers} layers"
             )
         if self.sliding_layers and self.window < 1:
-            raise ConfigError(f"{name}: window={self.window} must be a positive number.")
+            yield f"window={self.window} must be a positive number"
 
     @staticmethod
     def _usual_types(num_layers: int, period: int) -> list[str]:
         return [_SLIDING if (i + 1) % period else _FULL for i in range(num_layers)]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window = raw.pop("sliding_window", cls.default_window) or 0
         period = raw.pop("sliding_window_pattern", None) or cls.full_every
         raw.pop("_sliding_window_pattern", None)
@@ -66,10 +67,10 @@ class LayerTypesConfig(LlamaLikeConfig):
         is_usual = kinds == cls._usual_types(layers, cls.full_every)
         return {**values, "window": window, "layer_types": [] if is_usual else kinds}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.sliding_layers)
         kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
-        return {**super()._give_special(), "sliding_window": self.window, "layer_types": kinds}
+        return {**super()._write_special(), "sliding_window": self.window, "layer_types": kinds}
 
 
 @dataclass(kw_only=True)
@@ -91,7 +92,7 @@ class LocalRotaryConfig(LayerTypesConfig):
         return RopeSpec(self.head_dim, self.local_rope_theta, max_seq_len=self.max_seq_len)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         theta = raw.pop("rope_local_base_freq", None) or cls.default_local_theta
         tables = raw.get("rope_parameters") or {}
         if _FULL in tables or _SLIDING in tables:
@@ -103,7 +104,7 @@ class LocalRotaryConfig(LayerTypesConfig):
                     "supported (supported: rope_type 'default' with rope_theta)."
                 )
             raw["rope_parameters"] = tables.get(_FULL)
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "local_rope_theta": float(theta)}, raw
 
     def to_hf(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ head) and `weight_rules`.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
 from bmforge.models.rotary import RotaryConfig
@@ -62,21 +62,32 @@ def renamed(**names: str) -> dict[str, str]:
 
 
 def llama_heads(
-    stem: str, sequence: str = "score", question_prefix: str | None = None
+    stem: str,
+    question_prefix: str | None = None,
+    classifiers: Collection[str] = ("sequence", "token", "question"),
+    alias: str = "",
 ) -> dict[str, Head]:
     """Return a dict from head name to head for Llama and families that are derived from it.
 
     Args:
         stem: prefix of transformers' class names.
-        sequence: module name of the sequence and token classifiers in checkpoints.
         question_prefix: prefix of the body's parameter names in question answering checkpoints.
+        classifiers: classification heads that transformers has for the family: "sequence",
+            "token", and "question" for question answering.
+        alias: class-name prefix of another architecture whose checkpoints these heads can load.
     """
-    heads = classifier_heads(stem, sequence, sequence, "qa_outputs", sequence_bias=False)
+    heads = classifier_heads(stem, "score", "score", "qa_outputs", sequence_bias=False)
     heads["question_answering"] = replace(heads["question_answering"], prefix=question_prefix)
-    return {
+    heads = {
         "language_model": Head(f"{stem}ForCausalLM", {"lm_head.weight": "lm_head.weight"}),
-        **heads,
+        **{name: head for name, head in heads.items() if name.split("_")[0] in classifiers},
         "none": Head(f"{stem}Model", prefix=""),
+    }
+    if not alias:
+        return heads
+    return {
+        name: replace(head, aliases=(head.architecture.replace(stem, alias),))
+        for name, head in heads.items()
     }
 
 
@@ -177,26 +188,18 @@ class LlamaLikeConfig(RotaryConfig):
         """True if the family's MLP has a gate."""
         return self.has_gate
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields, or a head_dim that cannot be saved."""
-        super().check()
-        width = self.num_heads * self.head_dim
-        if width != self.hidden_size and not self._saves_head_dim():
-            raise ConfigError(
-                f"{type(self).__name__}: hidden_size={self.hidden_size} must equal "
-                f"num_heads={self.num_heads} x head_dim={self.head_dim}."
-            )
-
-    def _saves_head_dim(self) -> bool:
-        """Return True if the saved config determines `head_dim`."""
-        return "head_dim" in self.hf_names or self.says("head_dim")
+    def omit_head_dim(self, out: dict[str, Any]) -> dict[str, Any]:
+        """Remove head_dim from a config.json if it is hidden_size / num_heads and not in `raw`."""
+        if self.head_dim == self.hidden_size // self.num_heads and self.raw.get("head_dim") is None:
+            del out["head_dim"]
+        return out
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         stated = {**raw, **(raw.get("rope_parameters") or raw.get("rope_scaling") or {})}
         if stated.get("rope_theta") is None:
             raw["rope_theta"] = cls.default_theta
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 @dataclass(kw_only=True)
@@ -218,7 +221,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
         return super().rope_spec(rotary_dim, interleaved)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         part = raw.pop("partial_rotary_factor", None)
         for name in ("rope_parameters", "rope_scaling"):
             fields = dict(raw.get(name) or {})
@@ -226,11 +229,11 @@ class PartialRotaryConfig(LlamaLikeConfig):
             part = part if inner is None else inner
             if name in raw:
                 raw[name] = fields or None
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "rotary_part": cls.default_part if part is None else part}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        out, part = super()._give_special(), {"partial_rotary_factor": self.rotary_part}
+    def _write_special(self) -> dict[str, Any]:
+        out, part = super()._write_special(), {"partial_rotary_factor": self.rotary_part}
         if not self.raw.get("rope_parameters"):
             return {**out, **part}
         # transformers 5 stores it with the other rotary parameters.

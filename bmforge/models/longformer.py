@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from bmforge.device import reads_are_free
-from bmforge.errors import ConfigError, ShapeError
+from bmforge.errors import ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
-from bmforge.models.encoder_config import EncoderConfig, encoder_heads, encoder_size
+from bmforge.models.encoder_config import EncoderConfig, encoder_size
 from bmforge.models.heads import Head
+from bmforge.models.roberta import roberta_heads
 from bmforge.models.stack import differing
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
@@ -34,16 +36,7 @@ class LongformerConfig(EncoderConfig):
 
     family: ClassVar[str] = "longformer"
     positions_skip_padding: ClassVar[bool] = True
-    heads: ClassVar[dict[str, Head]] = encoder_heads(
-        "Longformer",
-        {
-            "dense": "lm_head.dense",
-            "norm": "lm_head.layer_norm",
-            "decoder": "lm_head.decoder",
-            "bias": "lm_head.bias",
-        },
-        {"classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"},
-    )
+    heads: ClassVar[dict[str, Head]] = roberta_heads("Longformer")
     hf_names: ClassVar[dict[str, str]] = {
         **{k: v for k, v in EncoderConfig.hf_names.items() if k != "classifier_dropout"},
         "sep_token_id": "sep_token_id",
@@ -89,29 +82,29 @@ class LongformerConfig(EncoderConfig):
             self.windows = self.windows * self.num_layers
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.classifier_dropout is not None:
-            raise ConfigError(
-                f"LongformerConfig: classifier_dropout={self.classifier_dropout} is not supported "
-                "(allowed: None). The classifiers use `dropout`."
+            yield (
+                f"classifier_dropout={self.classifier_dropout} is not supported (allowed: None; "
+                "the classifiers use `dropout`)"
             )
         if len(self.windows) != self.num_layers or any(w < 2 or w % 2 for w in self.windows):
-            raise ConfigError(
-                f"LongformerConfig: windows={self.windows} must be one positive even number, or "
-                f"one for each of num_layers={self.num_layers} layers."
+            yield (
+                f"windows={self.windows} must be one positive even number, or one for each of "
+                f"num_layers={self.num_layers} layers"
             )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         window = raw.pop("attention_window", 512)
-        values, others = super()._take_special(raw)
+        values, others = super()._read_special(raw)
         values["windows"] = tuple(window) if isinstance(window, list) else (window,)
         return values, others
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "attention_window": list(self.windows)}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "attention_window": list(self.windows)}
 
 
 class Longformer(EncoderModel):

@@ -8,16 +8,16 @@ published checkpoints contain remote code, which is never run. MiniCPM4's sparse
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, preset_size, renamed
 from bmforge.nn import BlockSpec
 
-__all__ = ["MiniCPM", "MiniCPMConfig"]
+__all__ = ["MiniCPM", "MiniCPMConfig", "same_longrope"]
 
 _FACTORS_HALF_B = """
     1.0004360675811768 1.0668443441390991 1.1631425619125366 1.3025742769241333 1.5040205717086792
@@ -45,8 +45,8 @@ _FACTORS_8B = """
 """
 
 
-def _longrope(factors: str) -> dict[str, Any]:
-    """Return MiniCPM4's rotary scaling, with the same factors for short and long inputs."""
+def same_longrope(factors: str) -> dict[str, Any]:
+    """Return a longrope scaling with the same factors for short and long inputs."""
     numbers = [float(number) for number in factors.split()]
     return {
         "kind": "longrope",
@@ -97,36 +97,21 @@ class MiniCPMConfig(LlamaLikeConfig):
         "init_std": 0.02,
     }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "minicpm-1b": {
-            "vocab_size": 73440,
-            "hidden_size": 1536,
-            "intermediate_size": 3840,
-            "num_layers": 52,
-            "num_heads": 24,
-            "num_kv_heads": 8,
-        },
+        "minicpm-1b": {**preset_size(1536, 3840, 52, 24, 8), "vocab_size": 73440},
         "minicpm-2b": {},
         "minicpm4-0.5b": {
+            **preset_size(1024, 4096, 24, 16, 2),
             "vocab_size": 73448,
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_layers": 24,
-            "num_heads": 16,
-            "num_kv_heads": 2,
             "max_seq_len": 32768,
-            "rope_scaling": _longrope(_FACTORS_HALF_B),
+            "rope_scaling": same_longrope(_FACTORS_HALF_B),
         },
         "minicpm4-8b": {
+            **preset_size(4096, 16384, 32, 32, 2),
             "vocab_size": 73448,
-            "hidden_size": 4096,
-            "intermediate_size": 16384,
-            "num_layers": 32,
-            "num_heads": 32,
-            "num_kv_heads": 2,
             "max_seq_len": 32768,
             "norm_eps": 1e-6,
             "tie_word_embeddings": False,
-            "rope_scaling": _longrope(_FACTORS_8B),
+            "rope_scaling": same_longrope(_FACTORS_8B),
         },
     }
     hub_ids: ClassVar[dict[str, str]] = {
@@ -150,19 +135,11 @@ class MiniCPMConfig(LlamaLikeConfig):
     base_hidden_size: int = 256
     attn_bias: bool = False
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.base_hidden_size < 1:
-            problems.append(f"base_hidden_size={self.base_hidden_size} must be a positive number")
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"base_hidden_size={self.base_hidden_size} must be a positive number"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
@@ -172,26 +149,26 @@ class MiniCPMConfig(LlamaLikeConfig):
         return raw.get("model_type") == cls.family or ("model_type" not in raw and has_class)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         scaling = raw.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("type") == "su":  # former name of longrope
             raw["rope_scaling"] = {**scaling, "type": "longrope"}
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
 class MiniCPM(LlamaLike):
     """MiniCPM: Llama's blocks with scaled embeddings, residuals and logits."""
 
-    config_class = MiniCPMConfig
+    config_class: ClassVar[type[LlamaLikeConfig]] = MiniCPMConfig
 
     @classmethod
-    def make_block(cls, config: MiniCPMConfig) -> BlockSpec:
+    def make_block(cls, config: Any) -> BlockSpec:
         """Return the block spec with MiniCPM's factor on the sublayers' outputs."""
         scale = config.depth_scale / math.sqrt(config.num_layers)
         return replace(super().make_block(config), residual_scale=scale)
 
     @classmethod
-    def make_spec(cls, config: MiniCPMConfig) -> DecoderSpec:
+    def make_spec(cls, config: Any) -> DecoderSpec:
         """Return the `DecoderSpec` of the model, with the factors on embeddings and logits."""
         return replace(
             super().make_spec(config),

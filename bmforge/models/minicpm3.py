@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
 from bmforge.models.llama import llama_heads
 from bmforge.models.llama_like import renamed
-from bmforge.nn import BlockSpec
+from bmforge.models.minicpm import MiniCPM, same_longrope
 
 __all__ = ["MiniCPM3", "MiniCPM3Config"]
 
@@ -21,17 +20,6 @@ _FACTORS = """
     14.85530648787323 15.906017515851266 16.461961959767827 16.740306425132903 16.87581087164081
     16.940876586213285
 """
-
-
-def _published_scaling() -> dict[str, Any]:
-    """Return MiniCPM3's rotary scaling, with the same factors for short and long inputs."""
-    numbers = [float(number) for number in _FACTORS.split()]
-    return {
-        "kind": "longrope",
-        "short_factor": numbers,
-        "long_factor": list(numbers),
-        "original_seq_len": 32768,
-    }
 
 
 @dataclass(kw_only=True)
@@ -47,11 +35,7 @@ class MiniCPM3Config(LatentConfig):
     """
 
     family: ClassVar[str] = "minicpm3"
-    heads: ClassVar[dict[str, Head]] = {
-        name: head
-        for name, head in llama_heads("MiniCPM3").items()
-        if name in ("language_model", "sequence_classification", "none")
-    }
+    heads: ClassVar[dict[str, Head]] = llama_heads("MiniCPM3", classifiers=("sequence",))
     hf_names: ClassVar[dict[str, str]] = renamed(
         **LATENT_NAMES,
         embed_scale="scale_emb",
@@ -61,7 +45,7 @@ class MiniCPM3Config(LatentConfig):
     )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"mlp_bias": (False, None)}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "minicpm3-4b": {"rope_scaling": _published_scaling()}
+        "minicpm3-4b": {"rope_scaling": same_longrope(_FACTORS)}
     }
     hub_ids: ClassVar[dict[str, str]] = {"minicpm3-4b": "openbmb/MiniCPM3-4B"}
 
@@ -90,7 +74,7 @@ class MiniCPM3Config(LatentConfig):
         return False
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         sizes = {"hidden_size": cls.hidden_size, "num_attention_heads": cls.num_heads}
         width, heads = (raw.get(name) or size for name, size in sizes.items())
         if raw.get("v_head_dim") is None:
@@ -100,25 +84,10 @@ class MiniCPM3Config(LatentConfig):
             raw["scale_depth"] = math.sqrt(raw.get("num_hidden_layers", cls.num_layers))
         if "dim_model_base" in raw and raw["dim_model_base"] is None:
             raw["dim_model_base"] = width
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
 
-class MiniCPM3(Latent):
+class MiniCPM3(MiniCPM, Latent):
     """MiniCPM3: latent attention, with MiniCPM's scaled embeddings, residuals and logits."""
 
     config_class = MiniCPM3Config
-
-    @classmethod
-    def make_block(cls, config: MiniCPM3Config) -> BlockSpec:
-        """Return the block spec with a factor on the sublayers' outputs."""
-        scale = config.depth_scale / math.sqrt(config.num_layers)
-        return replace(super().make_block(config), residual_scale=scale)
-
-    @classmethod
-    def make_spec(cls, config: MiniCPM3Config) -> DecoderSpec:
-        """Return the `DecoderSpec` of the model."""
-        return replace(
-            super().make_spec(config),
-            embed_scale=config.embed_scale,
-            head_scale=config.base_hidden_size / config.hidden_size,
-        )

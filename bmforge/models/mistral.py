@@ -6,6 +6,7 @@ Ministral (`layer_types`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -17,14 +18,6 @@ from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, r
 __all__ = ["Mistral", "MistralConfig"]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _mistral_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, with transformers' Mistral and Ministral classes."""
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Mistral", "Ministral"),))
-        for name, head in llama_heads("Mistral").items()
-    }
 
 
 def _size(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
@@ -44,7 +37,7 @@ class MistralConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "mistral"
     model_types: ClassVar[tuple[str, ...]] = ("mistral", "ministral")
-    heads: ClassVar[dict[str, Head]] = _mistral_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Mistral", alias="Ministral")
     hf_names: ClassVar[dict[str, str]] = renamed(head_dim="head_dim", model_type="model_type")
     hf_defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 8}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -83,27 +76,22 @@ class MistralConfig(LlamaLikeConfig):
     window: int = 0
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in self.model_types:
-            problems.append(f"model_type={self.model_type!r} must be 'mistral' or 'ministral'")
+            yield f"model_type={self.model_type!r} must be 'mistral' or 'ministral'"
         if self.window_layers and (not self.window or self.model_type == "mistral"):
-            problems.append(
+            yield (
                 f"window_layers={self.window_layers} needs window (got {self.window}) and "
                 f"model_type='ministral' (got {self.model_type!r})"
             )
         if not all(0 <= i < self.num_layers for i in self.window_layers):
-            problems.append(
-                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window, kinds = raw.pop("sliding_window", 4096) or 0, raw.pop("layer_types", None)
         if kinds is None:
             return {**values, "window": window}, raw
@@ -120,15 +108,15 @@ class MistralConfig(LlamaLikeConfig):
         values |= {"window": window if slides else 0, "window_layers": slides if is_mixed else []}
         return values, raw
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "ministral":
             names = [n.replace("Mistral", "Ministral") for n in out["architectures"]]
             out["architectures"] = names
         return out
 
-    def _give_special(self) -> dict[str, Any]:
-        out = {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        out = {**super()._write_special(), "sliding_window": self.window or None}
         if self.model_type == "ministral":
             slides = set(self.window_layers or range(self.num_layers)) if self.window else set()
             out["layer_types"] = [

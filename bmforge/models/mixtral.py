@@ -11,7 +11,13 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLikeConfig, llama_heads, llama_rules, renamed
+from bmforge.models.llama_like import (
+    LlamaLikeConfig,
+    llama_heads,
+    llama_rules,
+    preset_size,
+    renamed,
+)
 from bmforge.models.sizes import LayerSizes, feed_sizes
 from bmforge.models.stack import differing
 from bmforge.models.weights import WeightRule
@@ -60,13 +66,7 @@ class MixtralConfig(LlamaLikeConfig):
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"router_jitter_noise": (0, 0.0, None)}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "mixtral-8x7b": {"max_seq_len": 32768, "router_aux_loss_coef": 0.02},
-        "mixtral-8x22b": {
-            "hidden_size": 6144,
-            "intermediate_size": 16384,
-            "num_layers": 56,
-            "num_heads": 48,
-            "max_seq_len": 65536,
-        },
+        "mixtral-8x22b": {**preset_size(6144, 16384, 56, 48, 8), "max_seq_len": 65536},
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
@@ -116,25 +116,21 @@ class MixtralConfig(LlamaLikeConfig):
         return {"layers": [replace(full_sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
-        return {**values, **cls._take_windows(raw)}, raw
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
+        return {**values, **cls._read_windows(raw)}, raw
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Remove the window fields from `raw` and return their values."""
         return {"window": raw.pop("sliding_window", None) or 0}
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, without head_dim if it is hidden_size / num_heads."""
-        out = super().to_hf()
-        implied = self.head_dim == self.hidden_size // self.num_heads
-        if implied and self.raw.get("head_dim") is None:
-            del out["head_dim"]
-        return out
+        return self.omit_head_dim(super().to_hf())
 
 
 class Mixtral(CausalLM):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.encoder import EncoderModel, EncoderSpec
 from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.heads import Head
@@ -144,26 +144,19 @@ class ModernBertConfig(EncoderConfig):
         """Type of every layer: `layer_types`, or its default if the field is empty."""
         return self.layer_types or _usual_kinds(self.num_layers, 3)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if len(self.kinds) != self.num_layers or set(self.kinds) - {_LOCAL, _GLOBAL}:
-            problems.append(
+            yield (
                 f"layer_types={self.kinds} must have one entry, {_LOCAL!r} or {_GLOBAL!r}, for "
                 f"each of num_layers={self.num_layers} layers"
             )
-        problems += self.find_unlike(
-            {"attn_dropout": (self.attn_dropout, 0.0), "num_segments": (self.num_segments, 1)}
-        )
+        yield from self.find_unsavable(attn_dropout=0.0, num_segments=1)
         if self.local_attention < 2:
-            problems.append(f"local_attention={self.local_attention} must be at least 2")
+            yield f"local_attention={self.local_attention} must be at least 2"
         if self.classifier_pooling not in ("cls", "mean"):
-            problems.append(
-                f"classifier_pooling={self.classifier_pooling!r} must be 'cls' or 'mean'"
-            )
-        if problems:
-            raise ConfigError(f"ModernBertConfig: {'; '.join(problems)}.")
+            yield f"classifier_pooling={self.classifier_pooling!r} must be 'cls' or 'mean'"
 
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
@@ -174,7 +167,7 @@ class ModernBertConfig(EncoderConfig):
         return all(table.get("rope_type", "default") == "default" for table in tables if table)
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         tables = raw.pop("rope_parameters", None) or {}
         former = {_GLOBAL: raw.pop("global_rope_theta", None) or cls.rope_theta}
         former[_LOCAL] = raw.pop("local_rope_theta", None) or cls.local_rope_theta
@@ -187,7 +180,7 @@ class ModernBertConfig(EncoderConfig):
         values["layer_types"] = [] if kinds == _usual_kinds(layers, 3) else kinds
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         thetas = {_GLOBAL: self.rope_theta, _LOCAL: self.local_rope_theta}
         former = {"global_rope_theta": self.rope_theta, "local_rope_theta": self.local_rope_theta}
         return {

@@ -31,12 +31,6 @@ _OUTPUT_NORMS = {
 }
 
 
-def _heads(stem: str) -> dict[str, Head]:
-    heads = llama_heads(stem)
-    del heads["question_answering"], heads["token_classification"]
-    return heads
-
-
 @dataclass(kw_only=True)
 class OLMo2Config(LlamaLikeConfig):
     """Config of OLMo 2; other fields are those of the base class.
@@ -46,7 +40,7 @@ class OLMo2Config(LlamaLikeConfig):
     """
 
     family: ClassVar[str] = "olmo2"
-    heads: ClassVar[dict[str, Head]] = _heads("Olmo2")
+    heads: ClassVar[dict[str, Head]] = llama_heads("Olmo2", classifiers=("sequence",))
     hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
     # transformers' default, which no published checkpoint uses.
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
@@ -86,7 +80,7 @@ class OLMo3Config(LocalRotaryConfig):
     full_every: ClassVar[int] = 4
     default_theta: ClassVar[float] = 500000.0
     default_local_theta: ClassVar[float] = 500000.0
-    heads: ClassVar[dict[str, Head]] = _heads("Olmo3")
+    heads: ClassVar[dict[str, Head]] = llama_heads("Olmo3", classifiers=("sequence",))
     hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -113,22 +107,18 @@ class OLMo3Config(LocalRotaryConfig):
     attn_bias: bool = False
 
 
-def _block(block: BlockSpec, config: Any) -> BlockSpec:
-    """Return the block spec with the norms of OLMo 2."""
-    assert block.attn is not None
-    attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
-    return replace(block, attn=attn, norm_place="output")
-
-
 class OLMo2(LlamaLike):
     """OLMo 2 with a language-model head."""
 
-    config_class = OLMo2Config
+    config_class: ClassVar[type[LlamaLikeConfig]] = OLMo2Config
 
     @classmethod
-    def make_block(cls, config: OLMo2Config) -> BlockSpec:
+    def make_block(cls, config: Any) -> BlockSpec:
         """Return the spec of Llama's block with the norms of OLMo 2."""
-        return _block(super().make_block(config), config)
+        block = super().make_block(config)
+        assert block.attn is not None
+        attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
+        return replace(block, attn=attn, norm_place="output")
 
     def tensor_cuts(self) -> tuple[TensorCut, ...]:
         """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
@@ -139,20 +129,7 @@ class OLMo2(LlamaLike):
         return rules_with_norms(_OUTPUT_NORMS)
 
 
-class OLMo3(LayerTypes):
+class OLMo3(OLMo2, LayerTypes):
     """OLMo 3 with a language-model head."""
 
     config_class = OLMo3Config
-
-    @classmethod
-    def make_block(cls, config: OLMo3Config) -> BlockSpec:
-        """Return the spec of Llama's block with the norms of OLMo 2."""
-        return _block(super().make_block(config), config)
-
-    def tensor_cuts(self) -> tuple[TensorCut, ...]:
-        """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
-        return whole_attention(super().tensor_cuts())
-
-    def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names; norms follow the sublayers."""
-        return rules_with_norms(_OUTPUT_NORMS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head, classifier_heads
@@ -104,33 +104,23 @@ class OPTConfig(ModelConfig):
     attn_dropout: float = 0.0
     layer_drop: float = 0.0
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
-        if self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim"):
-            problems.append(
-                f"hidden_size={self.hidden_size} must equal num_heads={self.num_heads} x "
-                f"head_dim={self.head_dim}"
-            )
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.norm_eps != _NORM_EPS:
-            problems.append(f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in all OPT models")
+            yield f"norm_eps={self.norm_eps} must be {_NORM_EPS}, as in all OPT models"
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            problems.append(
-                f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"pad_token_id={self.pad_token_id} must be below vocab_size={self.vocab_size}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         size = raw.pop("word_embed_proj_dim", None)
         values: dict[str, Any] = {"embed_size": 0 if size == raw.get("hidden_size") else size or 0}
         if "pad_token_id" in raw:
             values["pad_token_id"] = raw.pop("pad_token_id")  # null means no padding token
         return values, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {"word_embed_proj_dim": self.embed_size or self.hidden_size}
 
     def to_hf(self) -> dict[str, Any]:

@@ -16,19 +16,13 @@ from bmforge.models.llama_like import (
     gate_up_rules,
     llama_heads,
     llama_rules,
+    preset_size,
     renamed,
 )
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec
 
 __all__ = ["Phi3", "Phi3Config"]
-
-
-def _phi3_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, for the heads that transformers has for Phi-3."""
-    heads = llama_heads("Phi3")
-    del heads["question_answering"]
-    return heads
 
 
 @dataclass(kw_only=True)
@@ -42,7 +36,7 @@ class Phi3Config(PartialRotaryConfig):
     """
 
     family: ClassVar[str] = "phi3"
-    heads: ClassVar[dict[str, Head]] = _phi3_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Phi3", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = renamed(
         dropout="resid_pdrop", original_seq_len="original_max_position_embeddings"
     )
@@ -50,21 +44,10 @@ class Phi3Config(PartialRotaryConfig):
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"embd_pdrop", "attention_bias"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "phi-3-mini-4k": {"window": 2047},
-        "phi-3-medium-4k": {
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_layers": 40,
-            "num_heads": 40,
-            "num_kv_heads": 10,
-            "window": 2047,
-        },
+        "phi-3-medium-4k": {**preset_size(5120, 17920, 40, 40, 10), "window": 2047},
         "phi-4": {
+            **preset_size(5120, 17920, 40, 40, 10),
             "vocab_size": 100352,
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_layers": 40,
-            "num_heads": 40,
-            "num_kv_heads": 10,
             "max_seq_len": 16384,
             "original_seq_len": 16384,
             "rope_theta": 250000.0,
@@ -93,18 +76,18 @@ class Phi3Config(PartialRotaryConfig):
         return self.original_seq_len
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in ("rope_parameters", "rope_scaling"):
             scaling = raw.get(name) or {}
             # Former names of longrope in published configs.
             kinds = {scaling.get(key) for key in ("type", "rope_type")}
             if kinds & {"su", "yarn"}:
                 raw[name] = {**scaling, "rope_type": "longrope", "type": "longrope"}
-        values, raw = super()._take_special(raw)
+        values, raw = super()._read_special(raw)
         return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
 
 class Phi3(LlamaLike):

@@ -6,6 +6,7 @@ Technical Report" (2505.09388).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -18,15 +19,6 @@ from bmforge.nn import BlockSpec
 __all__ = ["Qwen", "QwenConfig"]
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _qwen_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, with transformers' Qwen2 and Qwen3 classes."""
-    heads = llama_heads("Qwen2", question_prefix="transformer.")
-    return {
-        name: replace(head, aliases=(head.architecture.replace("Qwen2", "Qwen3"),))
-        for name, head in heads.items()
-    }
 
 
 def _size(
@@ -62,7 +54,7 @@ class QwenConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "qwen2"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
-    heads: ClassVar[dict[str, Head]] = _qwen_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Qwen2", "transformer.", alias="Qwen3")
     hf_names: ClassVar[dict[str, str]] = renamed(
         model_type="model_type", head_dim="head_dim", attn_bias="attention_bias"
     )
@@ -100,28 +92,22 @@ class QwenConfig(LlamaLikeConfig):
     window: int = 0
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in ("qwen2", "qwen3"):
-            problems.append(f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'")
+            yield f"model_type={self.model_type!r} must be 'qwen2' or 'qwen3'"
         if self.attn_bias and self.model_type == "qwen2":
-            problems.append("attn_bias=True has no effect with qwen2, which always has biases")
+            yield "attn_bias=True has no effect with qwen2, which always has biases"
         if bool(self.window) != bool(self.window_layers):
-            problems.append(
-                f"window={self.window} and window_layers={self.window_layers} must be set together"
-            )
+            layers = self.window_layers
+            yield f"window={self.window} and window_layers={layers} must be set together"
         if not all(0 <= i < self.num_layers for i in self.window_layers):
-            problems.append(
-                f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
-            )
-        if problems:
-            raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
+            yield f"window_layers={self.window_layers} must be below num_layers={self.num_layers}"
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         window = raw.pop("sliding_window", 4096)
         window = window if raw.pop("use_sliding_window", False) else None
         first, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
@@ -141,17 +127,17 @@ class QwenConfig(LlamaLikeConfig):
             values["head_dim"] = 128  # transformers' default
         return values, raw
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "qwen3":
             out["architectures"] = [n.replace("Qwen2", "Qwen3") for n in out["architectures"]]
         return out
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.window_layers)
         window = {"sliding_window": self.window} if slides else {}
         return {
-            **super()._give_special(),
+            **super()._write_special(),
             **window,
             "use_sliding_window": bool(slides),
             "layer_types": [_SLIDING if i in slides else _FULL for i in range(self.num_layers)],

@@ -6,12 +6,12 @@ Technical Report" (arXiv 2505.09388).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import llama_heads, llama_rules
+from bmforge.models.llama_like import llama_heads, llama_rules, preset_size
 from bmforge.models.mixtral import Mixtral, MixtralConfig, expert_rules
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, MLPSpec, MoESpec, NormSpec
@@ -53,14 +53,7 @@ class Qwen3MoeConfig(MixtralConfig):
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3-30b-a3b": {**_QWEN3, "num_layers": 48},
-        "qwen3-235b-a22b": {
-            **_QWEN3,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "expert_size": 1536,
-            "num_layers": 94,
-            "num_heads": 64,
-        },
+        "qwen3-235b-a22b": {**_QWEN3, **preset_size(4096, 12288, 94, 64, 4), "expert_size": 1536},
     }
     hub_ids: ClassVar[dict[str, str]] = {
         "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
@@ -113,19 +106,19 @@ class Qwen3MoeConfig(MixtralConfig):
         )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         # transformers 5 writes Mixtral's field name; published configs have num_experts.
         if "num_local_experts" in raw:
             raw.setdefault("num_experts", raw.pop("num_local_experts"))
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
         use, window = raw.pop("use_sliding_window", False), raw.pop("sliding_window", 4096)
         return {"window": (window or 0) if use else 0}
 
-    def _give_special(self) -> dict[str, Any]:
-        fields = {**super()._give_special(), "use_sliding_window": self.window > 0}
+    def _write_special(self) -> dict[str, Any]:
+        fields = {**super()._write_special(), "use_sliding_window": self.window > 0}
         if not self.window:
             fields["sliding_window"] = self.raw.get("sliding_window")
         return fields
@@ -170,15 +163,14 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
     attn_bias: bool = True
     window_layers: list[int] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         outside = [i for i in self.window_layers if not 0 <= i < self.num_layers]
         if outside or bool(self.window) != bool(self.window_layers):
-            raise ConfigError(
-                f"{type(self).__name__}: window={self.window} and "
-                f"window_layers={self.window_layers} must be set together, with window_layers "
-                f"below num_layers={self.num_layers}."
+            yield (
+                f"window={self.window} and window_layers={self.window_layers} must be set "
+                f"together, with window_layers below num_layers={self.num_layers}"
             )
 
     def attn_spec(self) -> AttentionSpec:
@@ -195,18 +187,18 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
         return tuple(self.window if i in slides else None for i in range(self.num_layers))
 
     @classmethod
-    def _take_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        window = super()._take_windows(raw)["window"]
+    def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        window = super()._read_windows(raw)["window"]
         last, kinds = raw.pop("max_window_layers", 28), raw.pop("layer_types", None)
         count = raw.get("num_hidden_layers", cls.num_layers)
         kinds = kinds or [_FULL if i % 2 or i >= last else _SLIDING for i in range(count)]
         slides = [i for i, kind in enumerate(kinds) if kind == _SLIDING]
         return {"window": window, "window_layers": slides} if window and slides else {}
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         slides = set(self.window_layers)
         kinds = [_SLIDING if i in slides else _FULL for i in range(self.num_layers)]
-        return {**super()._give_special(), "layer_types": kinds}
+        return {**super()._write_special(), "layer_types": kinds}
 
 
 class Qwen3Moe(Mixtral):

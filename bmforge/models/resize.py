@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.models.init import NoDrawing, init_tensor_
+from bmforge.models.init import SkipInit, init_tensor_
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.models.split import fill_split_
-from bmforge.models.stack import number_places_
+from bmforge.models.stack import assign_cache_indices_
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, MoE, MoESpec
 from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
@@ -61,12 +61,12 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
     _check(model, old, specs)
     for name, spec in specs.items():
         stack, _, number = name.rpartition(".")
-        with torch.device("meta"), NoDrawing():
+        with torch.device("meta"), SkipInit():
             new = Block(spec, int(number))
         _take_after_(new, old[name])
         model.get_submodule(stack)[number] = new
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        number_places_(model.get_submodule(stack))
+        assign_cache_indices_(model.get_submodule(stack))
         blocks = dict(getattr(model.spec, _FIELDS[stack]))
         for number, block in model.get_submodule(stack).named_children():
             if f"{stack}.{number}" in specs:
@@ -169,7 +169,7 @@ def _find(model: Any, name: str) -> Block:
         raise ConfigError(f"{name!r} is not a layer of this model.{suggest(name, block_names)}")
     block: Block = model.get_submodule(name)
     tensors = persistent_tensors(block)
-    with torch.device("meta"), NoDrawing():
+    with torch.device("meta"), SkipInit():
         own = set(persistent_tensors(Block(block.spec, 0)))
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(

@@ -123,10 +123,10 @@ class RotaryConfig(ModelConfig):
         )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return rope_from_hf(raw), raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         return {**rope_to_hf(self.rope_theta, self.rope_scaling), "rope_parameters": None}
 
     def to_hf(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bmforge.logging import get_logger, track
 from bmforge.models.changes import Change
 from bmforge.models.config_file import GENERATION_FILE, GENERATION_KEY
 from bmforge.models.formats.hf_format import has_weights, plan_files, write_file, write_index
-from bmforge.models.weights import WeightRule, assemble_source, group_by_source
+from bmforge.models.weights import assemble_source, group_by_source
 from bmforge.provenance import write_provenance
 from bmforge.shards import whole_tensor
 from bmforge.surgery import persistent_tensors
@@ -57,10 +57,9 @@ def write_model(
     groups = group_by_source(full_model.active_rules())
     sizes = {
         name: sum(
-            _source_bytes(
-                rule, meta_tensors[rule.ours], _dtype_of(meta_tensors[rule.ours], name, dtype)
-            )
+            rule.stored_numel(tuple(tensor.shape)) * _dtype_of(tensor, name, dtype).itemsize
             for rule in rules
+            for tensor in (meta_tensors[rule.ours],)
         )
         for name, rules in groups.items()
     }
@@ -152,10 +151,6 @@ def _rank_and_world() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _source_bytes(rule: WeightRule, parameter: Tensor, dtype: torch.dtype) -> int:
-    return rule.stored_numel(tuple(parameter.shape)) * dtype.itemsize
 
 
 def _dtype_of(

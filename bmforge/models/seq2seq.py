@@ -14,11 +14,12 @@ from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
 from bmforge.models.encoder import DeepClassifier
-from bmforge.models.heads import check_places, finish_classes, finish_spans, pick_states
+from bmforge.models.heads import check_logits_at, finish_classes, finish_spans, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.rules import LayoutRules
 from bmforge.models.seq2seq_stack import Seq2SeqSpec, Seq2SeqStack
-from bmforge.models.stack import check_ids, given_inputs, span_of
+from bmforge.models.sizes import sizes_of
+from bmforge.models.stack import check_ids, find_block, given_inputs, span_of, width_into
 from bmforge.models.traits import Traits
 from bmforge.nn import LMHead, build_mask
 from bmforge.nn.attention import KeyValueCache
@@ -132,7 +133,7 @@ class Seq2Seq(Model):
                 vocabulary.
         """
         head, source = self.config.head, encoder_outputs
-        check_places(head, labels, logits_at)
+        check_logits_at(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
             raise ShapeError("the encoder needs input_ids, inputs_embeds or encoder_outputs.")
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
@@ -293,6 +294,21 @@ class Seq2Seq(Model):
         dropout = self.spec.classifier_dropout
         logits = self.classifier(F.dropout(x, dropout, self.training) if dropout else x)
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
+
+    def init_std(self, name: str) -> float:
+        """Return the standard deviation of T5's code: `config.init_std` over sqrt(input width).
+
+        Embeddings and head have a standard deviation of `config.init_std`.
+        """
+        config = self.config
+        if name.startswith(("embed", "lm_head")):
+            return float(config.init_std)
+        width = config.hidden_size
+        if name.endswith("q_proj.weight"):
+            width *= sizes_of(find_block(self, name).spec).head_dim
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            width = width_into(self, name)
+        return float(config.init_std * width**-0.5)
 
     def layout_rules(self) -> LayoutRules:
         """Return the sharding plan; its units are the layers of both stacks."""

@@ -1,17 +1,17 @@
-"""Config fields and hyperparameters that CPM-2 and EVA share."""
+"""Config classes of encoder-decoders, and the hyperparameters that CPM-2 and EVA share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.config import ModelConfig
 from bmforge.models.seq2seq_stack import Seq2SeqSpec
 from bmforge.models.sizes import LayerSizes
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
-__all__ = ["Seq2SeqConfig", "make_spec"]
+__all__ = ["EncoderDecoderConfig", "Seq2SeqConfig", "make_spec"]
 
 # Options of the original programs without effect on results: there are no absolute positions, the
 # MLP is a gated GELU for any `feed_forward_proj`, and both stacks have `num_layers` blocks.
@@ -22,7 +22,32 @@ _IGNORED_FIELDS = """
 
 
 @dataclass(kw_only=True)
-class Seq2SeqConfig(ModelConfig):
+class EncoderDecoderConfig(ModelConfig):
+    """Config of an encoder-decoder with `num_layers` blocks in the encoder.
+
+    FLOPs and KV cache are counted per pair of a source token in the encoder and a target token in
+    the decoder and head.
+    """
+
+    def to_hf(self) -> dict[str, Any]:
+        """Return the contents of config.json, with the original field names."""
+        out = super().to_hf()
+        if "initializer_range" not in self.raw:
+            del out["initializer_range"]
+        return out
+
+    def own_sizes(self) -> dict[str, list[LayerSizes]]:
+        """Return the layer sizes of both stacks; decoder layers have cross-attention."""
+        layer = self.layer_sizes()
+        num_decoder_layers = getattr(self, "num_decoder_layers", self.num_layers)
+        return {
+            "encoder.layers": [layer] * self.num_layers,
+            "decoder.layers": [replace(layer, cross=True)] * num_decoder_layers,
+        }
+
+
+@dataclass(kw_only=True)
+class Seq2SeqConfig(EncoderDecoderConfig):
     """Config of an encoder-decoder with T5's relative positions, as in CPM-2 and EVA.
 
     Relative positions have no maximum; `max_seq_len` is the training length.
@@ -67,21 +92,18 @@ class Seq2SeqConfig(ModelConfig):
     dropout: float = 0.0
     pad_token_id: int = 5
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.tie_word_embeddings:
-            raise ConfigError(
-                f"{type(self).__name__}: tie_word_embeddings=True is not supported (allowed: "
-                "False)."
-            )
+            yield "tie_word_embeddings=True is not supported (allowed: False)"
 
     @property
     def is_gated(self) -> bool:
         """Always True: the MLP has a gate."""
         return True
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "num_decoder_layers": self.num_layers,
             "tie_word_embeddings": False,
@@ -92,39 +114,8 @@ class Seq2SeqConfig(ModelConfig):
         return fields
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"max_seq_len": raw.get("max_position_embeddings") or 512}, raw
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the contents of config.json, with the original field names."""
-        out = super().to_hf()
-        if "initializer_range" not in self.raw:
-            del out["initializer_range"]
-        return out
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs of forward and backward per pair of tokens.
-
-        A pair is one source token in the encoder and one target token in the decoder and head, with
-        `seq_len` tokens each. FLOPs are counted as in `ModelConfig`.
-        """
-        return super().flops_per_token(seq_len)
-
-    def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes of both stacks; decoder layers have cross-attention."""
-        layer = self.layer_sizes()
-        return {
-            "encoder.layers": [layer] * self.num_layers,
-            "decoder.layers": [replace(layer, cross=True)] * self.num_layers,
-        }
-
-    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the KV cache bytes per pair of a source and a target token.
-
-        The target token's keys and values are cached for self-attention in every decoder layer, the
-        source token's for cross-attention.
-        """
-        return super().kv_bytes_per_token(bytes_per_element)
 
 
 def make_spec(

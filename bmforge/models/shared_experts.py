@@ -7,10 +7,10 @@ Source: Dai et al., "DeepSeekMoE" (arXiv 2401.06066); DeepSeek-AI, "DeepSeek-V3"
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
 from bmforge.models.mixtral import expert_rules
@@ -79,14 +79,15 @@ class SharedExpertsConfig(LlamaLikeConfig):
     weight_scale: float = 1.0
     attn_bias: bool = False
 
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
+        if not 0 <= self.num_dense <= self.num_layers:
+            yield f"num_dense={self.num_dense} must be from 0 to num_layers={self.num_layers}"
+
     def check(self) -> None:
         """Raise `ConfigError` for inconsistent fields."""
         super().check()
-        if not 0 <= self.num_dense <= self.num_layers:
-            raise ConfigError(
-                f"{type(self).__name__}: num_dense={self.num_dense} must be from 0 to "
-                f"num_layers={self.num_layers}."
-            )
         self.expert_spec()
 
     def expert_spec(self) -> MoESpec:
@@ -121,13 +122,13 @@ class SharedExpertsConfig(LlamaLikeConfig):
         return {"layers": [replace(sizes, **feed_sizes(mlp)) for mlp in self.layer_mlps()]}
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         raw.setdefault("n_routed_experts", raw.pop("num_local_experts", None))
-        return super()._take_special(raw)
+        return super()._read_special(raw)
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         # Multi-token prediction modules are neither loaded nor written.
-        return {**super()._give_special(), "num_nextn_predict_layers": 0}
+        return {**super()._write_special(), "num_nextn_predict_layers": 0}
 
 
 class SharedExperts(LlamaLike):

@@ -6,10 +6,10 @@ again", arXiv 2501.18795).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
@@ -60,36 +60,34 @@ class SmolLM3Config(LlamaLikeConfig):
         flags = self.rotated_layers or self._usual_flags(self.num_layers, self.unrotated_every)
         return [layer for layer, flag in enumerate(flags) if not flag]
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         flags = self.rotated_layers
         if flags and (len(flags) != self.num_layers or set(flags) - {0, 1}):
-            raise ConfigError(
-                f"{type(self).__name__}: rotated_layers={flags} must have one entry, 0 or 1, for "
-                f"each of num_layers={self.num_layers} layers."
+            yield (
+                f"rotated_layers={flags} must have one entry, 0 or 1, for each of "
+                f"num_layers={self.num_layers} layers"
             )
         if self.unrotated_every < 1:
-            raise ConfigError(
-                f"{type(self).__name__}: unrotated_every={self.unrotated_every} must be at least 1."
-            )
+            yield f"unrotated_every={self.unrotated_every} must be at least 1"
 
     @staticmethod
     def _usual_flags(num_layers: int, period: int) -> list[int]:
         return [int((layer + 1) % period != 0) for layer in range(num_layers)]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         layers = raw.get("num_hidden_layers", cls.num_layers)
         usual = cls._usual_flags(layers, raw.get("no_rope_layer_interval") or cls.unrotated_every)
         flags = [int(flag) for flag in raw.pop("no_rope_layers", None) or usual]
         return {**values, "rotated_layers": [] if flags == usual else flags}, raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         flags = [int(layer not in self.unrotated) for layer in range(self.num_layers)]
         kinds = ["full_attention"] * self.num_layers
-        return {**super()._give_special(), "no_rope_layers": flags, "layer_types": kinds}
+        return {**super()._write_special(), "no_rope_layers": flags, "layer_types": kinds}
 
 
 class SmolLM3(LlamaLike):

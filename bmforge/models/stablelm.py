@@ -23,13 +23,6 @@ from bmforge.nn import BlockSpec, NormSpec
 __all__ = ["StableLM", "StableLMConfig"]
 
 
-def _stablelm_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, for the heads that transformers has for StableLM."""
-    heads = llama_heads("StableLm")
-    del heads["question_answering"]
-    return heads
-
-
 @dataclass(kw_only=True)
 class StableLMConfig(PartialRotaryConfig):
     """Config of StableLM; other fields are those of the base class.
@@ -40,7 +33,7 @@ class StableLMConfig(PartialRotaryConfig):
 
     family: ClassVar[str] = "stablelm"
     default_part: ClassVar[float] = 0.25
-    heads: ClassVar[dict[str, Head]] = _stablelm_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("StableLm", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = renamed(norm_eps="layer_norm_eps", qkv_bias="use_qkv_bias")
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("qk_layernorm", "use_parallel_residual"), (False, None)),

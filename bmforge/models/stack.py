@@ -25,7 +25,7 @@ __all__ = [
     "find_block",
     "find_heads",
     "given_inputs",
-    "number_places_",
+    "assign_cache_indices_",
     "rope_tables",
     "run_block",
     "run_layers",
@@ -63,11 +63,11 @@ def build_layers(
     """Build a stack of `num_layers` blocks with the keys "0", "1", ..."""
     specs = [(blocks or {}).get(layer, block) for layer in range(num_layers)]
     layers = Stack({str(i): Block(spec, i) for i, spec in enumerate(specs)})
-    number_places_(layers)
+    assign_cache_indices_(layers)
     return layers
 
 
-def number_places_(layers: nn.ModuleDict) -> None:
+def assign_cache_indices_(layers: nn.ModuleDict) -> None:
     """Assign KV cache indices to the layers that have self-attention.
 
     They get the highest indices: writing to the cache's last index advances its length, so the last

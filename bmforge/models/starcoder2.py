@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_rules, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    llama_heads,
+    llama_rules,
+    preset_size,
+    renamed,
+)
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
 
 __all__ = ["Starcoder2", "Starcoder2Config"]
-
-
-def _starcoder2_heads() -> dict[str, Head]:
-    """Return a dict from head name to head, for the heads that transformers has for StarCoder2."""
-    heads = llama_heads("Starcoder2")
-    del heads["question_answering"]
-    return heads
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class Starcoder2Config(LlamaLikeConfig):
 
     family: ClassVar[str] = "starcoder2"
     has_gate: ClassVar[bool] = False
-    heads: ClassVar[dict[str, Head]] = _starcoder2_heads()
+    heads: ClassVar[dict[str, Head]] = llama_heads("Starcoder2", classifiers=("sequence", "token"))
     hf_names: ClassVar[dict[str, str]] = renamed(
         norm_eps="norm_epsilon",
         bias="use_bias",
@@ -46,20 +46,9 @@ class Starcoder2Config(LlamaLikeConfig):
     hf_defaults: ClassVar[dict[str, Any]] = {"init_std": 0.018042}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "starcoder2-3b": {"rope_theta": 999999.4420358813},
-        "starcoder2-7b": {
-            "hidden_size": 4608,
-            "intermediate_size": 18432,
-            "num_layers": 32,
-            "num_heads": 36,
-            "num_kv_heads": 4,
-            "rope_theta": 1e6,
-        },
+        "starcoder2-7b": {**preset_size(4608, 18432, 32, 36, 4), "rope_theta": 1e6},
         "starcoder2-15b": {
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_layers": 40,
-            "num_heads": 48,
-            "num_kv_heads": 4,
+            **preset_size(6144, 24576, 40, 48, 4),
             "rope_theta": 1e5,
             "tie_word_embeddings": False,
         },
@@ -83,12 +72,12 @@ class Starcoder2Config(LlamaLikeConfig):
     window: int = 4096
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, raw = super()._take_special(raw)
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        values, raw = super()._read_special(raw)
         return {**values, "window": raw.pop("sliding_window", None) or 0}, raw
 
-    def _give_special(self) -> dict[str, Any]:
-        return {**super()._give_special(), "sliding_window": self.window or None}
+    def _write_special(self) -> dict[str, Any]:
+        return {**super()._write_special(), "sliding_window": self.window or None}
 
 
 class Starcoder2(LlamaLike):

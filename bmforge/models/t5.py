@@ -5,21 +5,20 @@ mT5 (Xue et al. 2021) is T5 1.1 with a different vocabulary; its published `mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.errors import ConfigError
-from bmforge.models.config import ModelConfig
 from bmforge.models.heads import Head
 from bmforge.models.seq2seq import Seq2Seq
+from bmforge.models.seq2seq_config import EncoderDecoderConfig
 from bmforge.models.seq2seq_stack import Seq2SeqSpec
-from bmforge.models.sizes import LayerSizes, sizes_of
-from bmforge.models.stack import find_block, width_into
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 
-__all__ = ["T5", "T5Config", "t5_heads"]
+__all__ = ["T5", "T5Config", "t5_heads", "t5_rules"]
 
 # head -> (suffix of the class name, {bmforge's name of a linear layer: published name}, prefix of
 # the body's names)
@@ -107,7 +106,7 @@ _MT5_DEFAULTS = {
 
 
 @dataclass(kw_only=True)
-class T5Config(ModelConfig):
+class T5Config(EncoderDecoderConfig):
     """Config of T5; other fields are those of `ModelConfig`.
 
     Relative positions have no maximum; `max_seq_len` is the training length.
@@ -185,16 +184,13 @@ class T5Config(ModelConfig):
         self.num_decoder_layers = self.num_decoder_layers or self.num_layers
         super().__post_init__()
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.model_type not in self.model_types:
-            raise ConfigError(
-                f"{type(self).__name__}: model_type={self.model_type!r} must be one of "
-                f"{', '.join(self.model_types)}."
-            )
+            yield f"model_type={self.model_type!r} must be one of {', '.join(self.model_types)}"
         if self.model_type == "mt5" and self.scale_head:
-            raise ConfigError("T5Config: scale_head=True is not supported by mT5. Set it to False.")
+            yield "scale_head=True is not supported by mT5 (set it to False)"
 
     @property
     def is_gated(self) -> bool:
@@ -207,7 +203,7 @@ class T5Config(ModelConfig):
         return "gelu_new" if self.feed_forward == "gated-gelu" else self.feed_forward.split("-")[-1]
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         kind = raw.get("model_type") or "t5"
         if kind == "mt5":
             raw = {**_MT5_DEFAULTS, **{n: v for n, v in raw.items() if v is not None}}
@@ -228,7 +224,7 @@ class T5Config(ModelConfig):
         """Return the fields of config.json that follow from feed_forward_proj."""
         return {"dense_act_fn": self.activation, "is_gated_act": self.is_gated}
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         fields = {
             **self._implied(),
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -240,42 +236,15 @@ class T5Config(ModelConfig):
             fields["n_positions"] = self.max_seq_len
         return fields
 
-    def _give_head(self) -> dict[str, Any]:
-        out = super()._give_head()
+    def _write_head(self) -> dict[str, Any]:
+        out = super()._write_head()
         if self.model_type == "mt5":
             out["architectures"] = [f"M{n}" if n[0] == "T" else n for n in out["architectures"]]
         return out
 
     def to_hf(self) -> dict[str, Any]:
         """Return the contents of config.json, with the published `model_type`."""
-        out = {**super().to_hf(), "model_type": self.model_type}
-        if "initializer_range" not in self.raw:
-            del out["initializer_range"]
-        return out
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs of forward and backward per pair of tokens.
-
-        A pair is one source token in the encoder and one target token in the decoder and head, with
-        `seq_len` tokens each. FLOPs are counted as in `ModelConfig`.
-        """
-        return super().flops_per_token(seq_len)
-
-    def own_sizes(self) -> dict[str, list[LayerSizes]]:
-        """Return the layer sizes of both stacks; decoder layers have cross-attention."""
-        layer = self.layer_sizes()
-        return {
-            "encoder.layers": [layer] * self.num_layers,
-            "decoder.layers": [replace(layer, cross=True)] * self.num_decoder_layers,
-        }
-
-    def kv_bytes_per_token(self, bytes_per_element: int = 2) -> int:
-        """Return the KV cache bytes per pair of a source and a target token.
-
-        The target token's keys and values are cached for self-attention in every decoder layer, the
-        source token's for cross-attention.
-        """
-        return super().kv_bytes_per_token(bytes_per_element)
+        return {**super().to_hf(), "model_type": self.model_type}
 
 
 class T5(Seq2Seq):
@@ -322,18 +291,6 @@ class T5(Seq2Seq):
         dead = "**decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 
-    def init_std(self, name: str) -> float:
-        """Return the standard deviation of the paper's code, which depends on the input width."""
-        config = self.config
-        if name in ("embed.weight", "lm_head.weight"):
-            return float(config.init_std)
-        width = config.hidden_size
-        if name.endswith("q_proj.weight"):
-            width *= sizes_of(find_block(self, name).spec).head_dim
-        elif name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
-            width = width_into(self, name)
-        return float(config.init_std * width**-0.5)
-
     def tied_copies(self) -> dict[str, str]:
         """Return a dict from the name of each stack's embedding copy to the original name."""
         return {
@@ -343,36 +300,30 @@ class T5(Seq2Seq):
         }
 
     def weight_rules(self) -> list[WeightRule]:
-        """Map parameter names to transformers' names, in which sublayers are numbered."""
-        rules = [WeightRule("embed.weight", "shared.weight")]
-        for stack, parts in (
-            ("encoder", ("attn", "mlp")),
-            ("decoder", ("attn", "cross_attn", "mlp")),
-        ):
-            rules += [
-                WeightRule(f"{stack}.norm.weight", f"{stack}.final_layer_norm.weight"),
-                WeightRule(
-                    f"{stack}.rel_bias.weight",
-                    f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-                ),
-            ]
-            for number, part in enumerate(parts):
-                own, published = (
-                    f"{stack}.layers.{{i}}.{part}",
-                    f"{stack}.block.{{i}}.layer.{number}",
-                )
-                names = {f"{own}_norm": f"{published}.layer_norm"}
-                for name, published_name in self._part_names(part).items():
-                    names[f"{own}.{name}"] = f"{published}.{published_name}"
-                rules += linear_rules(names, ("weight",))
-        return rules
+        """Map parameter names to transformers' names; see `t5_rules`."""
+        return t5_rules(self.config.is_gated)
 
-    def _part_names(self, part: str) -> dict[str, str]:
-        if part == "mlp":
-            up = {"gate_proj": "wi_0", "up_proj": "wi_1"}
-            names = {**(up if self.config.is_gated else {"up_proj": "wi"}), "down_proj": "wo"}
-            return {
-                name: f"DenseReluDense.{published_name}" for name, published_name in names.items()
-            }
-        module = "SelfAttention" if part == "attn" else "EncDecAttention"
-        return {f"{n}_proj": f"{module}.{n}" for n in ("q", "k", "v", "o")}
+
+def t5_rules(is_gated: bool) -> list[WeightRule]:
+    """Map parameter names to transformers' names of T5, in which sublayers are numbered.
+
+    Args:
+        is_gated: True if the MLP has a gate.
+    """
+    inputs = {"gate_proj": "wi_0", "up_proj": "wi_1"} if is_gated else {"up_proj": "wi"}
+    sublayers = {
+        "attn": {f"{n}_proj": f"SelfAttention.{n}" for n in "qkvo"},
+        "cross_attn": {f"{n}_proj": f"EncDecAttention.{n}" for n in "qkvo"},
+        "mlp": {a: f"DenseReluDense.{b}" for a, b in (*inputs.items(), ("down_proj", "wo"))},
+    }
+    rules = [WeightRule("embed.weight", "shared.weight")]
+    for stack in ("encoder", "decoder"):
+        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
+        names = {f"{stack}.norm": f"{stack}.final_layer_norm", f"{stack}.rel_bias": bias}
+        parts = [part for part in sublayers if stack == "decoder" or part != "cross_attn"]
+        for number, part in enumerate(parts):
+            own, published = f"{stack}.layers.{{i}}.{part}", f"{stack}.block.{{i}}.layer.{number}"
+            names[f"{own}_norm"] = f"{published}.layer_norm"
+            names |= {f"{own}.{a}": f"{published}.{b}" for a, b in sublayers[part].items()}
+        rules += linear_rules(names, ("weight",))
+    return rules

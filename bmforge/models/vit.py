@@ -6,6 +6,7 @@ Verified against transformers' ViTForImageClassification and ViTModel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -126,26 +127,18 @@ class ViTConfig(ModelConfig):
         """Number of patches along each side of an image."""
         return self.image_size // max(self.patch_size, 1)
 
-    def check(self) -> None:
-        """Raise `ConfigError` for inconsistent fields."""
-        super().check()
+    def problems(self) -> Iterator[str]:
+        """Yield a message for each inconsistency among the fields."""
+        yield from super().problems()
         if self.patch_size < 1 or self.num_channels < 1 or self.image_size < self.patch_size:
-            raise ConfigError(
-                f"ViTConfig: image_size={self.image_size}, patch_size={self.patch_size} and "
+            yield (
+                f"image_size={self.image_size}, patch_size={self.patch_size} and "
                 f"num_channels={self.num_channels} must be positive, and patch_size must not "
-                "exceed image_size."
-            )
-        if (
-            self.num_heads * self.head_dim != self.hidden_size and not self.says("head_dim")
-        ) or self.num_kv_heads != self.num_heads:
-            raise ConfigError(
-                f"ViTConfig: hidden_size={self.hidden_size} must equal num_heads={self.num_heads} "
-                f"x head_dim={self.head_dim}, and num_kv_heads={self.num_kv_heads} must equal "
-                "num_heads."
+                "exceed image_size"
             )
 
     @classmethod
-    def _take_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read_special(cls, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         for name in _SQUARES:
             value = raw.get(name)
             if isinstance(value, list | tuple):
@@ -157,7 +150,7 @@ class ViTConfig(ModelConfig):
         pooling = raw.pop("add_pooling_layer", None)
         return ({} if pooling is None else {"add_pooling_layer": pooling}), raw
 
-    def _give_special(self) -> dict[str, Any]:
+    def _write_special(self) -> dict[str, Any]:
         pairs = {name: [getattr(self, name)] * 2 for name in _SQUARES}
         out: dict[str, Any] = {n: pair for n, pair in pairs.items() if self.raw.get(n) == pair}
         if not self.add_pooling_layer or "add_pooling_layer" in self.raw:

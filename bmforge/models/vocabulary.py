@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.models.init import NoDrawing, init_tensor_
-from bmforge.nn.part import beside_parts
+from bmforge.models.init import SkipInit, init_tensor_
+from bmforge.nn.part import adapters_of
 from bmforge.records import laid_out
 from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
@@ -39,7 +39,7 @@ def resize_vocabulary_(
     _check_table(model, new_size)
     new_config = config.with_vocab_size(new_size)
     dtype = model.embed.weight.dtype
-    with torch.device("meta"), NoDrawing():
+    with torch.device("meta"), SkipInit():
         old, new = (type(model).describe(c, dtype) for c in (config, new_config))
     axes = _resized_axes(old, new)
     tensors = persistent_tensors(model)
@@ -140,7 +140,7 @@ def _check_tensor(
             "rows would not match the ids of new tokens. The vocabulary of this model cannot be "
             "resized."
         )
-    parts = [slot for slot, _ in beside_parts(model.get_submodule(owner))]
+    parts = [slot for slot, _ in adapters_of(model.get_submodule(owner))]
     merged = [n for n in model.__dict__.get("_base_weights", {}) if n.startswith(f"{owner}.")]
     if parts or merged:
         raise ConfigError(

@@ -26,7 +26,7 @@ from bmforge.nn.linear import Linear
 from bmforge.nn.norm import build_norm
 from bmforge.nn.packed_linear import multiply_jointly
 from bmforge.nn.position import apply_rope, narrow_rope
-from bmforge.nn.prefix import Pair, mix_behind, put_before, takes_one
+from bmforge.nn.prefix import Pair, attend_with_prefix, prepend_prefix, takes_single_query
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.shard_hooks import Pass, pass_on
 from bmforge.nn.sinks import HeadSinks, add_sink_key
@@ -128,12 +128,13 @@ def mix_values(
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         bias = None if bias is None else _autocast(bias)
     is_plain = bias is None and softcap is None and slopes is None
-    if prefix is not None and is_plain and takes_one(query, dropout):
-        return mix_behind(prefix, query, key, value, mask, scale)
+    if prefix is not None and is_plain and takes_single_query(query, dropout):
+        return attend_with_prefix(prefix, query, key, value, mask, scale)
     if prefix is not None:
-        key, value, mask, bias = put_before(prefix, query, key, value, mask, bias, causal)
+        key, value, mask, bias = prepend_prefix(prefix, query, key, value, mask, bias, causal)
         causal = False
-    if bias is not None and bias.shape[-1] > key.shape[2]:  # columns of other layers' prefixes
+    if bias is not None and bias.shape[-1] > key.shape[2]:
+        # The first columns are for the prefixes of other layers, which share the bias.
         bias = bias[..., -key.shape[2] :]
     if slopes is not None:
         if causal and mask is None and query.shape[2] > 1:
@@ -338,8 +339,8 @@ class Attention(nn.Module):
         assert self.sinks is not None
         scale = self.scale or self.head_dim**-0.5
         sinks = self.sinks(*self.head_share)
-        if self.mix is mix_values and bias is None and takes_one(query, dropout):
-            return mix_behind(prefix, query, key, value, mask, scale, sinks)
+        if self.mix is mix_values and bias is None and takes_single_query(query, dropout):
+            return attend_with_prefix(prefix, query, key, value, mask, scale, sinks)
         wide = add_sink_key(sinks, query, key, value, prefix, scale)
         out = self.mix(*wide[:3], mask, bias, self.causal, scale, dropout, wide[3])
         return out[..., : query.shape[-1]]

@@ -52,12 +52,12 @@ def _assign_balanced(affinity: Tensor) -> Tensor:
     lowest, highest = affinity[finite].aminmax()
     affinity = affinity.where(finite, lowest)
     span = (highest - lowest).clamp(min=torch.finfo(torch.float32).tiny)
-    places = _count_places(affinity)
+    slots = _count_slots(affinity)
     # An expert without a slot has an infinite price.
-    prices = torch.where(places > 0, 0.0, torch.inf).to(affinity)
+    prices = torch.where(slots > 0, 0.0, torch.inf).to(affinity)
     step = _FIRST_STEP
     while True:
-        owners = _run_auction(affinity, prices, places, span * step)
+        owners = _run_auction(affinity, prices, slots, span * step)
         if step == _LAST_STEP:
             return owners
         step = max(step / _SHRINK, _LAST_STEP)
@@ -68,16 +68,16 @@ def _(affinity: Tensor) -> Tensor:
     return affinity.new_empty(affinity.shape[0], dtype=torch.long)
 
 
-def _count_places(affinity: Tensor) -> Tensor:
-    """Return the number of slots (places) of every expert, (E,)."""
+def _count_slots(affinity: Tensor) -> Tensor:
+    """Return the number of slots of every expert, (E,)."""
     tokens, experts = affinity.shape
-    places = torch.full((experts,), tokens // experts, device=affinity.device)
+    slots = torch.full((experts,), tokens // experts, device=affinity.device)
     liked = torch.bincount(affinity.argmax(1), minlength=experts)
-    places[liked.argsort(descending=True, stable=True)[: tokens % experts]] += 1
-    return places
+    slots[liked.argsort(descending=True, stable=True)[: tokens % experts]] += 1
+    return slots
 
 
-def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor) -> Tensor:
+def _run_auction(affinity: Tensor, prices: Tensor, slots: Tensor, step: Tensor) -> Tensor:
     """Run the auction, raising `prices` (E,) in place; return the expert of every token, (M,)."""
     tokens, experts = affinity.shape
     numbers = torch.arange(tokens, device=affinity.device)
@@ -96,7 +96,7 @@ def _run_auction(affinity: Tensor, prices: Tensor, places: Tensor, step: Tensor)
         by_expert = owners[order]
         counts = torch.bincount(by_expert, minlength=experts)
         starts = counts.cumsum(0) - counts
-        outbid = numbers - starts[by_expert] >= places[by_expert]
+        outbid = numbers - starts[by_expert] >= slots[by_expert]
         owners[order[outbid]] = -1
-        full = ((counts >= places) & (places > 0)).nonzero()[:, 0]
-        prices[full] = bids[order[(starts + places - 1)[full]]]
+        full = ((counts >= slots) & (slots > 0)).nonzero()[:, 0]
+        prices[full] = bids[order[(starts + slots - 1)[full]]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmforge.nn.adapter_selection import AdapterChoice
 from bmforge.nn.low_rank import LowRank
-from bmforge.nn.part import BesidePart
+from bmforge.nn.part import AdapterModule
 
 __all__ = ["BatchedLowRank", "batch_choices"]
 
@@ -61,8 +61,10 @@ class _InBatch:
 
 
 def batch_choices(
-    choices: dict[BesidePart, AdapterChoice], samples: dict[BesidePart, list[int]], batch_size: int
-) -> dict[BesidePart, AdapterChoice]:
+    choices: dict[AdapterModule, AdapterChoice],
+    samples: dict[AdapterModule, list[int]],
+    batch_size: int,
+) -> dict[AdapterModule, AdapterChoice]:
     """Return the `AdapterChoice`s of a layer.
 
     Two or more choices are batched if all are LoRAs without DoRA.
@@ -82,7 +84,7 @@ def batch_choices(
     return batched_choices | {part: choices[part]._replace(batched=_InBatch) for part in others}
 
 
-def _is_plain(part: BesidePart) -> bool:
+def _is_plain(part: AdapterModule) -> bool:
     return (
         type(part) is LowRank
         and part.magnitude is None

@@ -118,7 +118,7 @@ class Residual(nn.Module):
         return _clamp_half(x) if self.guards_half else x
 
     def _run(self, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._shrink(part(_times(x, self.in_scale)))
+        return self._dropout_and_scale(part(_times(x, self.in_scale)))
 
     def _run_on_norm(self, x: Tensor, part: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
         """Return a sublayer's output for the norm of `x`; backward recomputes the norm.
@@ -127,12 +127,12 @@ class Residual(nn.Module):
         """
         factor = self.in_scale
         if not torch.is_grad_enabled():
-            return self._shrink(part(_times(norm(x), factor)))
+            return self._dropout_and_scale(part(_times(norm(x), factor)))
         again = hold_weights(norm)
         added = call_and_drop(part, _times(norm(x), factor), lambda: _times(again(x), factor))
-        return self._shrink(added)
+        return self._dropout_and_scale(added)
 
-    def _shrink(self, x: Tensor) -> Tensor:
+    def _dropout_and_scale(self, x: Tensor) -> Tensor:
         """Apply residual dropout and residual scale if configured."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return _times(x, self.out_scale)

@@ -25,7 +25,7 @@ from bmforge.nn.adapter_selection import choice_of, weight_of
 from bmforge.nn.channel import out_width
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.mlp import get_activation
-from bmforge.nn.part import BesidePart, TensorNote, find_like
+from bmforge.nn.part import AdapterModule, TensorNote, find_like
 
 __all__ = ["Bottleneck", "BottleneckOptions", "BottleneckInput", "build_bottleneck"]
 
@@ -136,7 +136,7 @@ def _matrix_notes(options: BottleneckOptions, stem: str, ins: int, outs: int) ->
     }
 
 
-class Bottleneck(BesidePart):
+class Bottleneck(AdapterModule):
     """Bottleneck adapter: ``out + scale * up(act(down(h)))``.
 
     Args:
@@ -175,7 +175,7 @@ class Bottleneck(BesidePart):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the tensors' initialization; all tensors are replicated."""
-        return {key: TensorNote(draw) for key, (_, draw) in self.shapes.items()}
+        return {key: TensorNote(initial) for key, (_, initial) in self.shapes.items()}
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the adapter's output, which is added to the module's output."""
@@ -218,7 +218,7 @@ class Bottleneck(BesidePart):
         return f"width={o.width}, form={o.form}, reads={o.reads}, scale={o.scale}"
 
 
-class BottleneckInput(BesidePart):
+class BottleneckInput(AdapterModule):
     """Stores the input of a module until the parallel adapter of a later module reads it."""
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import linear_sizes
-from bmforge.nn.part import BesidePart, TensorNote, find_like
+from bmforge.nn.part import AdapterModule, TensorNote, find_like
 
 __all__ = ["Gain", "GainOptions", "Shift", "build_gain", "build_shift"]
 
 _ENDS = {"column": 0, "key_value": 0, "head": 0}
 
 
-class Shift(BesidePart):
+class Shift(AdapterModule):
     """Bias adapter (BitFit): a trained bias added to the output of a module, initially zero.
 
     Args:
@@ -54,7 +54,7 @@ class Shift(BesidePart):
         return out + self().to(out.dtype)
 
 
-class Gain(BesidePart):
+class Gain(AdapterModule):
     """IA3 adapter: a trained factor per channel of a module's input or output, initially one.
 
     Args:
@@ -109,9 +109,9 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
         ConfigError: the module is not a linear layer.
     """
     sizes = linear_sizes(module)
-    if sizes is None or getattr(module, "asks_parts", False):
+    if sizes is None or getattr(module, "applies_adapters", False):
         raise ConfigError(
-            f"channel scales support only linear layers of a block, but {name} is a "
+            f"IA3 supports only linear layers of a block, but {name} is a "
             f"{type(module).__name__}. Choose other targets."
         )
     into = any(f".{name}".endswith(f".{ending}") for ending in options.into)

@@ -79,17 +79,14 @@ def rotate_and_store_(
     Args:
         new: queries, keys and values of the tokens.
         rope: cos, sin and whether pairs are interleaved; see `position.apply_rope`.
-        pages: keys and values of all pages.
-        numbers: index of each token's page.
-        offsets: position of each token in its page.
+        pages, numbers, offsets: see `store_in_pages_`.
 
     Returns:
         Rotated queries, or None if the kernel does not support the tensors; nothing is then
         written.
 
     Shape:
-        new: (T, N, H), (T, K, H), (T, K, H); cos, sin: (1, 1, T, R); pages: (pages, K, 16, H) each;
-        numbers, offsets: (T,) int64; returns (T, N, H)
+        new: (T, N, H), (T, K, H), (T, K, H); cos, sin: (1, 1, T, R); returns (T, N, H)
     """
     cos, sin, is_interleaved = rope
     if len(cos) != 1 or not takes_device_kernels(*new, cos, sin, *pages):

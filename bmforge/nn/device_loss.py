@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["find_loss_kernels", "pad_head", "run_device_loss"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# cuBLAS computes products 3 to 8 times as slowly if the vocabulary is not a multiple of 8.
+# cuBLAS is 3 to 8 times slower if the vocabulary size is not a multiple of 8.
 _ALIGNED, _PADDED = 8, 64
 
 

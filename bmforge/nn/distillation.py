@@ -88,7 +88,7 @@ class _LinearDistillation(TiledLoss):
         columns, wide = weight.shape[0], scale.dtype
         tiling = find_tiling(hidden, weight, vocab)
         if softcap is not None or teacher.softcap is not None:
-            # A slope belongs to the tile that was computed last, and stored tiles have no cap.
+            # The derivative of the cap is stored for one tile only, so every tile is recomputed.
             tiling = tiling._replace(keeps=False)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         student_logits = TiledLogits(head, tiling, softcap)
@@ -108,7 +108,7 @@ class _LinearDistillation(TiledLoss):
                 continue
             for first, size in split_chunks(columns, tiling.columns):
                 both = student_logits, teacher_logits
-                tile, teacher_tile = (logits.again(tokens, first, size) for logits in both)
+                tile, teacher_tile = (logits.reload(tokens, first, size) for logits in both)
                 is_exponential = [logits.keeps_exponentials for logits in both]
                 pair.differentiate_(tile, teacher_tile, first, is_exponential)
                 head.collect_(

@@ -7,19 +7,16 @@ tokens, expert indices and weights. Its decorator sets flags on the module (`is_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.moe import dispatch_locally
-from bmforge.nn.packed_store import GroupedProduct, PackedStore, dequantize_stack
+from bmforge.nn.packed_experts import StackStore
 from bmforge.nn.packing import QuantSpec
-from bmforge.nn.part import TensorNote
-from bmforge.nn.products import numbers_of
 
 __all__ = [
     "PackedForeignExperts",
@@ -96,7 +93,7 @@ def _add_bias(module: Any, key: str, out: Tensor, ends: Tensor) -> Tensor:
     return out + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
 
 
-class PackedForeignExperts(PackedStore):
+class PackedForeignExperts(StackStore):
     """Experts of transformers with packed integer weights; replaces the unquantized module.
 
     Args:
@@ -109,70 +106,34 @@ class PackedForeignExperts(PackedStore):
 
     def __init__(self, plain: Any, spec: QuantSpec) -> None:
         nn.Module.__init__(self)
-        if spec.outlier_ratio:
-            raise ConfigError(
-                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
-                "experts with `where`, or set outlier_ratio=0."
-            )
         own = set(self.__dict__)
         # Flags, activation constants and the config, which `_apply_gate` of the class reads.
         self.__dict__.update({k: v for k, v in vars(plain).items() if k not in own})
         for name, child in plain.named_children():
             self.add_module(name, child)
         stacks = foreign_stacks(plain)
-        first = next(iter(stacks.values()))
         self.plain_class = type(plain)
-        self._stacks = {key: self._shape_of(stack) for key, stack in stacks.items()}
-        self._keep(spec, first.dtype, first.device)
         for key, parameter in plain._parameters.items():
             self.register_parameter(key, None if key in stacks else parameter)
-        for key, shape in self._stacks.items():
-            self._add_matrix(f"{key}_", shape, first.device)
+        sizes = {key: self._shape_of(stack) for key, stack in stacks.items()}
+        self._make_stacks(sizes, spec, next(iter(stacks.values())))
 
     def _shape_of(self, stack: Tensor) -> tuple[int, int, int]:
         experts, rows, columns = stack.shape
         return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
 
-    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return a dict from the name of each stacked matrix to its sizes (E, out, in)."""
-        return self._stacks
-
     def fill_(self, key: str, stack: Tensor) -> None:
         """Quantize a stacked matrix, given in the dim order of the unquantized module."""
-        for number, matrix in enumerate(stack):
-            self._take(f"{key}_", matrix.t() if self.is_transposed else matrix, number)
+        super().fill_(key, stack.transpose(1, 2) if self.is_transposed else stack)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for every token."""
-        count = next(iter(self._stacks.values()))[0]
+        count = next(iter(self._sizes.values()))[0]
         parts = dispatch_locally(hidden_states, top_k_index, count, self._run)
         return (parts * top_k_weights[..., None].to(parts.dtype)).sum(1).to(hidden_states.dtype)
 
     def _run(self, x: Tensor, ends: Tensor) -> Tensor:
-        return run_foreign(self, lambda key, rows: self._product(key, rows, ends), x)
+        def multiply(key: str, rows: Tensor) -> Tensor:
+            return _add_bias(self, key, self.multiply(key, rows, ends), ends)
 
-    def _product(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        wants = torch.is_grad_enabled() and x.requires_grad
-        if x.dtype == torch.float64 and self.spec.activations == "float":
-            out = grouped_linear(x, self.dense(key, x.dtype), ends)
-        else:
-            run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
-            tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
-            out = run(x.float(), *tensors, rows, numbers_of(self.spec), ends).to(x.dtype)
-        return _add_bias(self, key, out, ends)
-
-    def plain(self, key: str) -> Tensor:
-        """Return a dequantized stack in fp32, (E, out, in)."""
-        return self.dense(key, torch.float32)
-
-    def dense(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a dequantized stack in `dtype`, (E, out, in)."""
-        tensors, rows = self._tensors(f"{key}_"), self._stacks[key][1]
-        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
-
-    def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: dense stacks are sampled, then packed."""
-        notes: dict[str, TensorNote] = {}
-        for key, shape in self._stacks.items():
-            notes |= self._notes(f"{key}_", key, shape)
-        return notes
+        return run_foreign(self, multiply, x)

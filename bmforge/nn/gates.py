@@ -63,8 +63,7 @@ class HardConcrete(nn.Module):
         self.gate_name, self.units, self.width = name, units, width or units
         if self.width % units:
             raise ConfigError(
-                f"the {self.width} features of {name} cannot be divided into {units} gates of "
-                "equal size."
+                f"width={self.width} of the gates {name} must be a multiple of units={units}."
             )
         self.start = log_alpha_of(start)
         self.delta = nn.Parameter(torch.zeros(units))
@@ -127,10 +126,10 @@ class HardConcrete(nn.Module):
 class HeadDims(HardConcrete):
     """Gates on head dimensions: a unit is one dimension of a key-value head, or one rotary pair.
 
-    The gate scales the input of `o_proj` and, if called with ``asks=True``, the queries: pruning a
-    unit removes a dimension of values and of queries. A pruned rotary head keeps the frequencies of
-    the first pairs, so the gates are sorted for queries: the most open gate scales the first pair,
-    and so on.
+    The gate scales the input of `o_proj` and, with `for_queries`, the queries: pruning a unit
+    removes a dimension of values and of queries. A pruned rotary head keeps the frequencies of the
+    first pairs, so the gates are sorted for queries: the most open gate scales the first pair, and
+    so on.
 
     Args:
         name: name of the gate.
@@ -156,11 +155,11 @@ class HeadDims(HardConcrete):
         dims = values.repeat_interleave(self.step, 1)
         return dims.repeat_interleave(self.width // dims.numel(), 0)
 
-    def forward(self, x: Tensor, after: Tensor | None = None, asks: bool = False) -> Tensor:
-        """Scale every dimension of the attention output or, with ``asks=True``, of the queries."""
+    def forward(self, x: Tensor, after: Tensor | None = None, for_queries: bool = False) -> Tensor:
+        """Scale every dimension of the attention output or, with `for_queries`, of the queries."""
         assert after is None, "HeadDims gates no sublayer"
         values = self.values().to(x.dtype).view(self.groups, -1)
-        if not asks or not self.order:
+        if not for_queries or not self.order:
             return self._scale(x, self._widen(values).flatten())
         sorted_first = self._widen(values.sort(-1, descending=True).values)
         order = torch.tensor(self.order, device=x.device).argsort()

@@ -39,7 +39,7 @@ def blank_positions(
     inside = torch.where(span > 0, index - (index * starts).cummax(1).values + 1, 0)
     # Column n of the table is the position of blank n; tokens that are not masks write to the last
     # column.
-    table = F.pad(torch.zeros_like(input_ids), (0, 1))
+    table = F.pad(torch.zeros_like(count), (0, 1))
     table = table.scatter(1, torch.where(masks, masks.cumsum(1) - 1, length), count)
     blanks = masks.sum(1, keepdim=True)
     blank = torch.where(span == span[:, -1:], blanks, span).minimum(blanks) - 1

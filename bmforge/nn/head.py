@@ -16,7 +16,7 @@ from bmforge.nn.channel import Shift
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.nn.products import multiply_dense
 from bmforge.nn.shard_hooks import HeadRows, JoinTokens, PickTokens, VocabCut
 from bmforge.nn.softcap import cap_softly
@@ -50,7 +50,7 @@ class LMHead(nn.Linear):
     measure: Measure | None = None
     softcap: float | None = None
     # Low-rank adapters take part in the fused loss too, where a forward hook could not add them.
-    asks_parts = True
+    applies_adapters = True
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's rows of the weight; a quantized weight is dequantized to `dtype`."""
@@ -158,7 +158,7 @@ class LMHead(nn.Linear):
 
     def _shifts(self) -> list[Tensor]:
         """Return the bias vectors, (V,), of the attached bias adapters."""
-        shifts = (part for _, part in beside_parts(self) if isinstance(part, Shift))
+        shifts = (part for _, part in adapters_of(self) if isinstance(part, Shift))
         weighted = [(part, weight_of(part)) for part in shifts]
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
@@ -169,7 +169,7 @@ class LMHead(nn.Linear):
             ConfigError: an attached adapter is of a kind that the fused loss does not support.
         """
         factors = []
-        for name, part in beside_parts(self):
+        for name, part in adapters_of(self):
             weight = weight_of(part)
             if isinstance(part, Shift) or weight == 0:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = ["add_temporary", "multiply_temporary"]
 
@@ -40,7 +40,7 @@ def add_temporary(temporary: Tensor, other: Tensor) -> Tensor:
 
 
 def _may_overwrite(temporary: Tensor, other: Tensor) -> bool:
-    if torch.is_grad_enabled() or is_watched():
+    if torch.is_grad_enabled() or is_tracing():
         return False
     plain = type(temporary) is Tensor and type(other) is Tensor and temporary.dtype == other.dtype
     if not plain or temporary.numel() < _FEWEST_NUMBERS:

@@ -124,7 +124,8 @@ class _LinearCrossEntropy(TiledLoss):
             total = run_device_loss(kernels, head, labels, scale, columns, chunks)
             TiledLoss.keep_(ctx, head, scale, inputs)
             return total * scale
-        if softcap is not None:  # a slope belongs to the tile that was computed last
+        if softcap is not None:
+            # The derivative of the cap is stored for one tile only, so every tile is recomputed.
             tiling = tiling._replace(keeps=False)
         logits = TiledLogits(head, tiling, softcap)
         total = torch.zeros_like(scale)
@@ -137,7 +138,7 @@ class _LinearCrossEntropy(TiledLoss):
             if not head.needs_gradients:
                 continue
             for first, size in split_chunks(columns, tiling.columns):
-                tile = logits.again(tokens, first, size)
+                tile = logits.reload(tokens, first, size)
                 softmax.differentiate_(tile, first, is_exponential=logits.keeps_exponentials)
                 head.collect_(logits.narrow(tile, scale), tokens, slice(first, first + size))
             head.finish_tokens_(tokens)

@@ -19,7 +19,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
-from bmforge.nn.part import BesidePart, TensorNote, find_like
+from bmforge.nn.part import AdapterModule, TensorNote, find_like
 from bmforge.surgery import match_glob
 
 __all__ = [
@@ -106,7 +106,7 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> BesidePart:
+def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> AdapterModule:
     """Build the LoRA module of a linear layer, a head, an embedding or stacked experts.
 
     Args:
@@ -119,10 +119,10 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Bes
     """
     options = options.of(name)
     if isinstance(module, nn.Embedding):
-        return EmbeddingLowRank.beside(module, options)
+        return EmbeddingLowRank.for_module(module, options)
     if hasattr(module, "stack_sizes"):
-        return ExpertsLowRank.beside(module, options)
-    return LowRank.beside(module, options)
+        return ExpertsLowRank.for_module(module, options)
+    return LowRank.for_module(module, options)
 
 
 # Styles of `models.TensorCut` that shard a linear layer by its outputs or inputs.
@@ -131,7 +131,7 @@ _BY_INPUTS = ("row", "split_row")
 _LINEAR_STYLES = (*_BY_OUTPUTS, *_BY_INPUTS)
 
 
-class LowRank(BesidePart):
+class LowRank(AdapterModule):
     """LoRA of a linear layer: adds ``scale * x @ down.T @ up.T`` to its output.
 
     Args:
@@ -164,7 +164,7 @@ class LowRank(BesidePart):
             self.cut_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
 
     @classmethod
-    def beside(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
+    def for_module(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
         """Build the LoRA module of a linear layer; it is neither attached nor initialized.
 
         Args:
@@ -186,7 +186,7 @@ class LowRank(BesidePart):
             check_layer(module)
         if options.magnitude and options.bias:
             raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
-        if (options.magnitude or options.bias) and getattr(module, "asks_parts", False):
+        if (options.magnitude or options.bias) and getattr(module, "applies_adapters", False):
             raise ConfigError(
                 "magnitude and bias are not supported on the head of a language model. Leave "
                 "magnitude and bias out, or choose other targets."
@@ -267,8 +267,8 @@ class EmbeddingLowRank(LowRank):
     cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
 
     @classmethod
-    def beside(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
-        """Build the LoRA module of an embedding; see `LowRank.beside`."""
+    def for_module(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
+        """Build the LoRA module of an embedding; see `LowRank.for_module`."""
         table: Any = module
         if options.magnitude or options.bias or options.dropout:
             raise ConfigError(
@@ -287,7 +287,7 @@ class EmbeddingLowRank(LowRank):
         return update if out is None else out + update.to(out.dtype)
 
 
-class ExpertsLowRank(BesidePart):
+class ExpertsLowRank(AdapterModule):
     """LoRA of stacked experts: one update per matrix of each expert.
 
     Args:
@@ -315,8 +315,8 @@ class ExpertsLowRank(BesidePart):
             self.register_parameter(f"{key}_up", nn.Parameter(torch.empty(up, **like_options)))
 
     @classmethod
-    def beside(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
-        """Build the LoRA module of stacked experts; see `LowRank.beside`."""
+    def for_module(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
+        """Build the LoRA module of stacked experts; see `LowRank.for_module`."""
         module: Any = experts
         if options.magnitude or options.bias:
             raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = ["AddLowRank", "takes_low_rank_sum"]
 
@@ -29,7 +29,7 @@ def takes_low_rank_sum(*tensors: Tensor) -> bool:
     return (
         plain
         and torch.is_grad_enabled()
-        and not is_watched()
+        and not is_tracing()
         and not torch.is_autocast_enabled(device)
     )
 

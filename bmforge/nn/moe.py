@@ -24,7 +24,7 @@ from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, clamp_swiglu, get_activation
 from bmforge.nn.moe_spec import MoESpec
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.router import build_router, pick_experts
 from bmforge.nn.shard_hooks import Pass, pass_on
@@ -111,7 +111,7 @@ class Experts(nn.Module):
     """
 
     # Adapters take part in each of its products, where one forward hook could not add them.
-    asks_parts = True
+    applies_adapters = True
 
     def __init__(self, hidden_size: int, spec: MoESpec) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Experts(nn.Module):
             x: (S, in) -> (S, out)
         """
         out = self.multiply(key, x, ends)
-        for _, part in beside_parts(self):
+        for _, part in adapters_of(self):
             out = out + part(key, x, ends)
         return out
 

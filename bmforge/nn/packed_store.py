@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
@@ -33,9 +32,9 @@ from bmforge.nn.products import (
     pack_weights,
     runs_here,
 )
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
-__all__ = ["GroupedProduct", "MatrixStore", "PackedRows", "PackedStore", "dequantize_stack"]
+__all__ = ["MatrixStore", "PackedRows", "PackedStore"]
 
 # Elements quantized at a time, which bounds the memory needed besides the matrix.
 _ELEMENTS_AT_ONCE = 1 << 19
@@ -72,43 +71,6 @@ class _Product(torch.autograd.Function):
         return x_grad, None, None, None, None, None, bias_grad
 
 
-class GroupedProduct(torch.autograd.Function):
-    """Autograd function like `_Product` for stacked expert matrices; see `grouped_linear`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        minima: Tensor | None,
-        rows: int,
-        spec: list[int],
-        ends: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(packed, scales, minima, ends)
-        ctx.rows, ctx.spec = rows, spec
-        return torch.ops.bmforge.multiply_stacked(x, packed, scales, minima, rows, spec, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        packed, scales, minima, ends = ctx.saved_tensors
-        matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec)
-        matrices = matrices.to(grads[0].dtype)
-        x_grad = grouped_linear(grads[0], matrices.transpose(1, 2), ends)
-        return x_grad, None, None, None, None, None, None
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return the dequantized stack, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
-
-
 class PackedStore(nn.Module):
     """Base class of modules with packed quantized weights.
 
@@ -132,7 +94,8 @@ class PackedStore(nn.Module):
     def _add_matrix(self, prefix: str, shape: tuple[int, ...], device: Any) -> None:
         """Create the uninitialized parameters of one matrix or of a stack of matrices."""
         *stack, rows, columns = shape
-        self._check_width(columns)
+        if problem := self.spec.problem(columns):
+            raise ConfigError(f"{problem}.")
         for key, sizes in packed_shapes(rows, columns, self.spec).items():
             each = 1 if key == "packed" else self.spec.scale_type.itemsize
             shape = (*stack, *sizes[:-1], sizes[-1] * each)
@@ -144,10 +107,6 @@ class PackedStore(nn.Module):
     @abstractmethod
     def plain(self, key: str) -> Tensor:
         """Return the dequantized value, in fp32, of a parameter of the unquantized module."""
-
-    def _check_width(self, columns: int) -> None:
-        if problem := self.spec.problem(columns):
-            raise ConfigError(f"{problem}.")
 
     def _tensors(self, prefix: str = "") -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the packed integers, and the scales and minima as floats."""
@@ -301,7 +260,7 @@ class MatrixStore(PackedStore):
         )
         matrix = PackedMatrix(*self._tensors())
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
-        is_seen = is_watched() or torch.autograd._profiler_enabled()
+        is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not runs_here(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)

@@ -225,9 +225,9 @@ def narrow_scales(scales: Tensor, spec: QuantSpec) -> Tensor:
     narrowed = scales.to(spec.scale_type)
     if not _are_finite(narrowed):
         raise ConfigError(
-            f"a weight is not finite, or too large for {spec.scale_dtype} scales (at most "
-            f"{torch.finfo(spec.scale_type).max:.0f} times 127). Check the weights, or use "
-            "scale_dtype='float32'."
+            "a weight matrix contains values that are not finite or are too large for "
+            f"{spec.scale_dtype} scales (maximum: {127 * torch.finfo(spec.scale_type).max:.0f}). "
+            "Check the checkpoint, or use scale_dtype='float32'."
         )
     return narrowed
 

@@ -20,11 +20,11 @@ from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import choice_of
 
 __all__ = [
-    "BesidePart",
+    "AdapterModule",
     "Derived",
     "TensorNote",
     "attach_part_",
-    "beside_parts",
+    "adapters_of",
     "detach_part_",
     "find_like",
     "has_other_hooks",
@@ -40,17 +40,17 @@ class Derived:
     Args:
         base: name of the source tensor within the module.
         shape: global shape of the source tensor.
-        turn: function (rows of the source tensor) that computes entries of this tensor.
+        compute: function (rows of the source tensor) that computes entries of this tensor.
         rows_each: number of source rows per entry of this tensor's first dim; the last entry
             may use fewer.
 
     Shape:
-        turn: (rows_each * entries, ...) -> (entries, ...)
+        compute: (rows_each * entries, ...) -> (entries, ...)
     """
 
     base: str
     shape: tuple[int, ...]
-    turn: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor], Tensor]
     rows_each: int = 1
 
 
@@ -59,14 +59,14 @@ class TensorNote:
     """Describes the initialization and sharding of one tensor of an adapter or replacement.
 
     Args:
-        draw: initial value: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
+        initial: initial values: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
             of N(0, std^2), or a `Derived` source.
         cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
             of this tensor. With other styles the tensor is replicated.
         trains: True if training may change it.
     """
 
-    draw: str | float | Derived
+    initial: str | float | Derived
     cuts: Mapping[str, int] = field(default_factory=dict)
     trains: bool = True
 
@@ -87,7 +87,7 @@ def find_like(module: nn.Module) -> Tensor:
     return like if isinstance(like, Tensor) else next(floats)
 
 
-class BesidePart(nn.Module):
+class AdapterModule(nn.Module):
     """Base class of adapters: modules attached to a base module.
 
     Attributes:
@@ -145,10 +145,10 @@ class BesidePart(nn.Module):
         return joined if weight == 1 else out + weight * (joined - out)
 
 
-def beside_parts(module: nn.Module) -> Iterator[tuple[str, BesidePart]]:
+def adapters_of(module: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
     """Yield the name and module of all adapters of a module, in order of attachment."""
     for name, child in module.named_children():
-        if isinstance(child, BesidePart):
+        if isinstance(child, AdapterModule):
             yield name, child
 
 
@@ -159,7 +159,7 @@ def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     inputs = args or tuple(kwargs.values())
     main, extras = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
-    for _, part in beside_parts(module):
+    for _, part in adapters_of(module):
         main = part.join_to(module, inputs, main)
     return main if extras is None else (main, *extras)
 
@@ -167,7 +167,7 @@ def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook: apply the adapters that change the module's input."""
     x, *more = args
-    for _, part in beside_parts(module):
+    for _, part in adapters_of(module):
         if not part.enters:
             continue
         weight, samples, _ = choice_of(part)
@@ -185,11 +185,11 @@ def _weighted(x: Tensor, changed: Tensor, weight: float) -> Tensor:
     return changed if weight == 1 else x + weight * (changed - x)
 
 
-def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
+def attach_part_(module: nn.Module, name: str, part: AdapterModule) -> None:
     """Attach an adapter to a module, as its child `name`.
 
-    A module with the attribute `asks_parts`, such as a head that computes its loss, applies its
-    adapters itself and gets no hook.
+    A module whose attribute `applies_adapters` is True, such as a head that computes its loss, runs
+    its adapters itself and gets no hook.
 
     Raises:
         ConfigError: the module already has an attribute of that name.
@@ -199,9 +199,9 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
             f"a {type(module).__name__} already has an attribute {name!r}. Rename the "
             "adapter, or detach the existing adapter first."
         )
-    attached = list(beside_parts(module))
+    attached = list(adapters_of(module))
     module.add_module(name, part)
-    if getattr(module, "asks_parts", False):
+    if getattr(module, "applies_adapters", False):
         return
     if not attached:
         # Other hooks, also older ones, get the output with all adapters.
@@ -210,11 +210,11 @@ def attach_part_(module: nn.Module, name: str, part: BesidePart) -> None:
         module.register_forward_pre_hook(enter_parts)
 
 
-def detach_part_(module: nn.Module, name: str) -> BesidePart:
+def detach_part_(module: nn.Module, name: str) -> AdapterModule:
     """Remove an adapter from a module, and hooks that only it needed; return the adapter."""
     part = module._modules.pop(name)
-    assert isinstance(part, BesidePart)
-    left = [other for _, other in beside_parts(module)]
+    assert isinstance(part, AdapterModule)
+    left = [other for _, other in adapters_of(module)]
     if not left:
         _drop_hook_(module, module._forward_hooks, join_parts)
     if not any(other.enters for other in left):
@@ -230,7 +230,7 @@ def has_other_hooks(module: nn.Module) -> bool:
 
 def move_parts_(old: nn.Module, new: nn.Module) -> None:
     """Move the adapters of `old` to the module that replaces it."""
-    for name in [name for name, _ in beside_parts(old)]:
+    for name in [name for name, _ in adapters_of(old)]:
         attach_part_(new, name, detach_part_(old, name))
 
 

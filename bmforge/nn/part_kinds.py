@@ -28,7 +28,7 @@ from bmforge.nn.bottleneck import (
 from bmforge.nn.channel import GainOptions, build_gain, build_shift, out_width
 from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.low_rank import LowRankOptions, build_low_rank
-from bmforge.nn.part import BesidePart, attach_part_, detach_part_, find_like
+from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, find_like
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.nn.token_rows import TOKENS_SLOT, attach_token_rows_
@@ -111,7 +111,7 @@ def add_parts_(
     model: nn.Module,
     names: Sequence[str],
     name: str,
-    build: Callable[[str, nn.Module], BesidePart],
+    build: Callable[[str, nn.Module], AdapterModule],
 ) -> None:
     """Attach an adapter to each of the named modules, or to none if one module is unsupported.
 
@@ -145,8 +145,8 @@ def add_parts_(
         attach_part_(module, name, part)
 
 
-def _add_beside_(
-    build: Callable[[str, nn.Module, Any], BesidePart],
+def _attach_(
+    build: Callable[[str, nn.Module, Any], AdapterModule],
     usual: str,
     model: nn.Module,
     names: Sequence[str],
@@ -190,7 +190,7 @@ def add_bottlenecks_(
         lambda at, _: next(readers[n] for n in far if far[n] == at),
     )
 
-    def build(n: str, module: nn.Module) -> BesidePart:
+    def build(n: str, module: nn.Module) -> AdapterModule:
         if n not in far:
             return build_bottleneck(n, module, options)
         ins, outs = in_width(far[n], model.get_submodule(far[n])), out_width(n, module)
@@ -228,7 +228,7 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     tokens: Any = getattr(model, "embed", None)
     if getattr(model, "foreign", None) is not None:  # transformers' forward rejects prompt ids
         raise ConfigError(
-            f"soft prompts need a model family of bmforge, but {type(model).__name__} is an "
+            f"soft prompts need a model that bmforge implements, but {type(model).__name__} is an "
             "architecture of transformers. Use another model, or trainable_token_indices of a "
             "LoRA."
         )
@@ -285,12 +285,12 @@ PART_KINDS: Mapping[str, Kind] = {
     ),
     "shift": Kind(
         NoOptions,
-        partial(_add_beside_, build_shift, "shift"),
+        partial(_attach_, build_shift, "shift"),
         "bias vectors added to the outputs of modules",
     ),
     "gain": Kind(
         GainOptions,
-        partial(_add_beside_, build_gain, "gain"),
+        partial(_attach_, build_gain, "gain"),
         "one scale per input or output channel of linear layers",
     ),
     "prefix": Kind(

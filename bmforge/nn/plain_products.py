@@ -22,7 +22,7 @@ from bmforge.nn.packing import (
 from bmforge.nn.product_kernels import PLAIN_KINDS, Kernels
 
 __all__ = [
-    "gives_torchs_bits",
+    "matches_torch",
     "multiply_plain",
     "multiply_quantized_plain",
     "multiply_rows_plain",
@@ -143,7 +143,7 @@ def _multiply_and_add(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return torch.where((error != 0) & is_even, odd, total).float()
 
 
-def gives_torchs_bits(kernels: Kernels) -> bool:
+def matches_torch(kernels: Kernels) -> bool:
     """Return True if the kernels match torch bit for bit on a small matrix of every scheme."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float32)

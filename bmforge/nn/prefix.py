@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Pair", "KeyValuePrefix", "mix_behind", "put_before", "takes_one"]
+__all__ = ["Pair", "KeyValuePrefix", "attend_with_prefix", "prepend_prefix", "takes_single_query"]
 
 # Keys and values, (K, P, H) each.
 Pair = tuple[Tensor, Tensor]
@@ -103,7 +103,7 @@ class KeyValuePrefix(nn.Module):
         return f"{length} keys of {tensor.shape[0]} heads, inner={self.inner}"
 
 
-def put_before(
+def prepend_prefix(
     prefix: Pair,
     query: Tensor,
     key: Tensor,
@@ -140,13 +140,13 @@ def put_before(
     return key, value, mask, bias
 
 
-def takes_one(query: Tensor, dropout: float) -> bool:
-    """Return True if `mix_behind` supports the call: one query token per sequence, no gradients."""
+def takes_single_query(query: Tensor, dropout: float) -> bool:
+    """Return True for one query token per sequence without gradients; see `attend_with_prefix`."""
     plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return plain and query.shape[2] == 1 and not dropout
 
 
-def mix_behind(
+def attend_with_prefix(
     prefix: Pair | None,
     query: Tensor,
     key: Tensor,

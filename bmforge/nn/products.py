@@ -27,14 +27,14 @@ from bmforge.nn.packing import (
     quantize_groups,
     unpack_matrix,
 )
-from bmforge.nn.plain_products import gives_torchs_bits, multiply_plain
+from bmforge.nn.plain_products import matches_torch, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
     Kernels,
     compile_variant,
     runnable_variants,
 )
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
@@ -71,7 +71,7 @@ _PANEL_ROWS, _PANEL_NUMBERS = 512, 1 << 20
 def load_variant(name: str) -> Kernels | None:
     """Return the kernels of one variant; None if they do not compile or do not match torch."""
     kernels = compile_variant(name)
-    if kernels is not None and not gives_torchs_bits(kernels):
+    if kernels is not None and not matches_torch(kernels):
         say_once(
             f"the kernels for {name} are not used, because their results differ from "
             "torch's on this machine. Set $CXX to another compiler."
@@ -229,7 +229,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch raises the error
         return None
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
-    if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_watched():
+    if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_tracing():
         return None
     if not x.is_cpu or not runs_here(weight) or torch.is_autocast_enabled(x.device.type):
         return None

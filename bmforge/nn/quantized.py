@@ -7,7 +7,7 @@ estimator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,23 +19,16 @@ from bmforge.nn.foreign_experts import (
     foreign_stacks,
     is_foreign_experts,
 )
-from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
+from bmforge.nn.packed_experts import StackStore, dequantize_stack
 from bmforge.nn.packed_linear import QuantizedLinear
-from bmforge.nn.packed_store import (
-    GroupedProduct,
-    MatrixStore,
-    PackedRows,
-    PackedStore,
-    dequantize_stack,
-)
+from bmforge.nn.packed_store import MatrixStore, PackedRows, PackedStore
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
-from bmforge.nn.part import TensorNote
 from bmforge.nn.products import load_kernels, numbers_of, runs_here
 from bmforge.nn.shard_hooks import HeadRows
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = [
     "MatrixStore",
@@ -103,7 +96,7 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
     Raises:
         IndexError: an index is out of range (checked on the CPU, outside functorch transforms).
     """
-    if type(index) is not Tensor or not index.is_cpu or is_watched() or not runs_here(*matrix):
+    if type(index) is not Tensor or not index.is_cpu or is_tracing() or not runs_here(*matrix):
         return pick_rows(matrix, index, spec)
     flat, kernels = index.long().flatten().contiguous(), load_kernels()
     picked: Tensor | None = None
@@ -119,7 +112,7 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
     return picked.view(*index.shape, picked.shape[1])
 
 
-class QuantizedExperts(PackedStore, Experts):
+class QuantizedExperts(StackStore, Experts):
     """Stacked experts with packed weights.
 
     Args:
@@ -129,60 +122,14 @@ class QuantizedExperts(PackedStore, Experts):
 
     def __init__(self, plain: Experts, spec: QuantSpec) -> None:
         nn.Module.__init__(self)
-        if spec.outlier_ratio:
-            raise ConfigError(
-                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
-                "experts with `where`, or set outlier_ratio=0."
-            )
         self.keep_settings_of_(plain)
-        self._sizes = plain.stack_sizes()
-        self._keep(spec, plain.up_proj.dtype, plain.up_proj.device)
         for key in _EXPERT_KEYS:
             self.register_parameter(key, None)
-            if key in self._sizes:
-                self._add_matrix(f"{key}_", self._sizes[key], plain.up_proj.device)
-
-    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
-        """Return a dict from the name of each stacked matrix to its sizes (E, out, in)."""
-        return self._sizes
-
-    def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stack (E, out, in) into the parameters."""
-        for number, matrix in enumerate(stack):
-            self._take(f"{key}_", matrix, number)
+        self._make_stacks(plain.stack_sizes(), spec, plain.up_proj)
 
     def has_gate(self) -> bool:
         """Return True if the experts have a `gate_proj`."""
         return "gate_proj" in self._sizes
-
-    def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Multiply each expert's rows by its packed matrix `key`."""
-        rows, numbers, tensors = (
-            self._sizes[key][1],
-            numbers_of(self.spec),
-            self._tensors(f"{key}_"),
-        )
-        if x.dtype == torch.float64 and self.spec.activations == "float":
-            return grouped_linear(x, self.dense(key, x.dtype), ends)
-        wants = torch.is_grad_enabled() and x.requires_grad
-        run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
-        return run(x.float(), *tensors, rows, numbers, ends).to(x.dtype)
-
-    def plain(self, key: str) -> Tensor:
-        """Return a dequantized stack in fp32, (E, out, in)."""
-        return self.dense(key, torch.float32)
-
-    def dense(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a dequantized stack in `dtype`, (E, out, in)."""
-        tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
-        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
-
-    def tensor_notes(self) -> Mapping[str, TensorNote]:
-        """Return how the tensors are initialized: dense stacks are sampled, then packed."""
-        notes: dict[str, TensorNote] = {}
-        for key, shape in self._sizes.items():
-            notes |= self._notes(f"{key}_", key, shape)
-        return notes
 
     def extra_repr(self) -> str:
         """Return the sizes as text."""

@@ -16,13 +16,13 @@ from torch import Tensor
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.shards import local_box, local_tensor
 
-__all__ = ["copy_part_", "draw_normal_", "draw_tensor_", "fill_"]
+__all__ = ["copy_part_", "sample_normal_", "init_from_note_", "fill_"]
 
 # Do not change this: with another block size the same seed gives other weights.
 _BLOCK_ELEMENTS = 1 << 16
 
 
-def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
+def init_from_note_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: int) -> None:
     """Initialize this rank's shard of a parameter of an adapter or a replaced layer.
 
     Args:
@@ -32,18 +32,18 @@ def draw_tensor_(tensor: Tensor, name: str, note: TensorNote, std: float, seed: 
         std: standard deviation of the base parameter, for a parameter that is derived from one.
         seed: random seed of the initialization.
     """
-    draw = note.draw
-    if isinstance(draw, Derived):
+    initial = note.initial
+    if isinstance(initial, Derived):
         owner = name.rpartition(".")[0]
-        draw_normal_(tensor, f"{owner}.{draw.base}", std, seed, draw)
-    elif isinstance(draw, float):
-        draw_normal_(tensor, name, draw, seed)
-    elif draw == "numbers":
+        sample_normal_(tensor, f"{owner}.{initial.base}", std, seed, initial)
+    elif isinstance(initial, float):
+        sample_normal_(tensor, name, initial, seed)
+    elif initial == "numbers":
         first = local_box(tensor).offsets[0]
         local = local_tensor(tensor.detach())
         local.copy_(torch.arange(first, first + local.shape[0]))
     else:
-        fill_(tensor, {"zeros": 0.0, "ones": 1.0}[draw])
+        fill_(tensor, {"zeros": 0.0, "ones": 1.0}[initial])
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def copy_part_(tensor: Tensor, source: Tensor) -> None:
 
 
 @torch.no_grad()
-def draw_normal_(
+def sample_normal_(
     tensor: Tensor,
     name: str,
     std: float,
@@ -89,19 +89,19 @@ def draw_normal_(
     for entry in range(first // step * step, last, step):
         stop = min((entry + step) * rows_each, shape[0])
         blocks = [
-            _draw_block(name, std, seed, shape, rows, block)
+            _sample_block(name, std, seed, shape, rows, block)
             for block in range(entry * rows_each // rows, (stop - 1) // rows + 1)
         ]
         offset = entry * rows_each % rows
         sample = (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[offset:]
         sample = sample[: stop - entry * rows_each]
-        sample = sample if derived is None else derived.turn(sample)
+        sample = sample if derived is None else derived.compute(sample)
         low, high = max(entry, first), min(entry + sample.shape[0], last)
         part = sample[(slice(low - entry, high - entry), *box.slices[1:])]
         target[low - first : high - first].copy_(part)
 
 
-def _draw_block(
+def _sample_block(
     name: str, std: float, seed: int, shape: tuple[int, ...], rows: int, block: int
 ) -> Tensor:
     """Sample one block of rows."""

@@ -19,9 +19,9 @@ __all__ = [
     "find_distances",
     "find_relations",
     "relation_rows",
-    "see_context",
+    "context_mask",
     "segment_rows",
-    "turn_by_sub",
+    "rotate_by_sub_id",
 ]
 
 _OTHER_SAMPLE = 1
@@ -135,7 +135,7 @@ def find_relations(
     return torch.where(together, related, _OTHER_SAMPLE)
 
 
-def see_context(
+def context_mask(
     context: Tensor, distance: Tensor, allowed: Tensor | None, real: Tensor | None
 ) -> Tensor:
     """Build the mask of CPM-Ant and CPM-Bee: bidirectional context, causal answers.
@@ -162,7 +162,7 @@ def see_context(
     return (mask | (own == torch.arange(width, device=mask.device)))[:, None]
 
 
-def turn_by_sub(x: Tensor, sub: Tensor) -> Tensor:
+def rotate_by_sub_id(x: Tensor, sub: Tensor) -> Tensor:
     """Rotate embeddings by their sub ids, so that one embedding row serves many tokens.
 
     Shape:

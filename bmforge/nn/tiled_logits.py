@@ -139,11 +139,11 @@ class TiledLogits:
 
     Args:
         head: the head's inputs.
-        tiling: sizes of the tiles; with a cap no tiles are stored.
+        tiling: sizes of the tiles; with a cap, `keeps` must be False.
         softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None means no cap.
 
     Attributes:
-        keeps_exponentials: True if `again` returns what the caller left in the tile, which
+        keeps_exponentials: True if `reload` returns what the caller left in the tile, which
             `TiledSoftmax.add_` overwrites with exponentials; False if it returns logits.
     """
 
@@ -180,7 +180,7 @@ class TiledLogits:
             tile.mul_(self._softcap)
         return tile
 
-    def again(self, tokens: slice, first: int, size: int) -> Tensor:
+    def reload(self, tokens: slice, first: int, size: int) -> Tensor:
         """Return a stored tile (see `keeps_exponentials`), or compute its logits again."""
         if not self._tiling.keeps:
             return self.make(tokens, first, size)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.part import BesidePart, TensorNote, attach_part_, find_like
+from bmforge.nn.part import AdapterModule, TensorNote, attach_part_, find_like
 from bmforge.nn.random_init import copy_part_
 from bmforge.shards import is_streamed, local_tensor, whole_tensor
 
@@ -24,7 +24,7 @@ __all__ = ["TOKENS_SLOT", "TokenRows", "attach_token_rows_", "settle_rows_"]
 TOKENS_SLOT = "_tokens"
 
 
-class TokenRows(BesidePart):
+class TokenRows(AdapterModule):
     """Trained rows that replace the rows of some tokens in an embedding or a vocabulary head.
 
     Args:

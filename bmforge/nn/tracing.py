@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["is_watched"]
+__all__ = ["is_tracing"]
 
 
-def is_watched() -> bool:
+def is_tracing() -> bool:
     """Return True while torch traces or compiles the call, or runs it in a functorch transform.
 
-    Calls of compiled kernels cannot be traced.
+    bmforge's native kernels, which torch cannot trace, are then not called.
     """
     if torch.compiler.is_compiling():
         return True

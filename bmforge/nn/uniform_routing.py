@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.surgery import wrappers_of
 
 __all__ = ["run_uniform", "can_run_uniform"]
@@ -21,7 +21,7 @@ def can_run_uniform(experts: Any, kind: type) -> bool:
     expert. Sharded, streamed, quantized and adapted experts use other code paths.
     """
     plain = type(experts) is kind and not wrappers_of(experts)
-    plain = plain and not any(True for _ in beside_parts(experts))
+    plain = plain and not any(True for _ in adapters_of(experts))
     return plain and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 

@@ -65,10 +65,7 @@ class WindowAttention(Attention):
         Args:
             x: hidden states.
             mask: result of `build_window_mask`.
-            rope: must be None: windowed encoders have no rotary positions.
-            cache: must be None.
-            bias: must be None.
-            memory: must be None.
+            rope, cache, bias, memory: must be None.
 
         Raises:
             ConfigError: rope, cache, bias or memory is not None.
@@ -76,7 +73,7 @@ class WindowAttention(Attention):
         if not (rope is None and cache is None and bias is None and memory is None):
             raise ConfigError(
                 "attention with global tokens does not support RoPE, a KV cache, a bias or "
-                "cross-attention."
+                "cross-attention. Leave rope, cache, bias and memory out."
             )
         x = self.enter(x)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -1,7 +1,4 @@
-"""Masks for sliding-window attention with global tokens (`window.py`), built once per call.
-
-`window.py` computes the attention.
-"""
+"""Masks for sliding-window attention with global tokens (`window.py`), built once per call."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ package does not import `nn` or `models`: a model provides name globs that say w
 shard. `plan` (`planner/search.py`) chooses a layout for given machines.
 """
 
-from bmforge.memory.gradients import left_gradient
+from bmforge.memory.gradients import offloaded_gradient
 from bmforge.memory.offload import OffloadConfig
 from bmforge.parallel.distributed import (
     World,
@@ -69,7 +69,7 @@ __all__ = [
     "gradient_ranks",
     "init_distributed",
     "is_half",
-    "left_gradient",
+    "offloaded_gradient",
     "master_weight_problems",
     "mesh_of",
     "new_group",

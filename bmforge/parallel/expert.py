@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bmforge.nn.foreign_experts import foreign_stacks, is_foreign_experts, run_foreign_grouped
 from bmforge.nn.moe import dispatch_locally
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.parallel.collectives import all_gather, all_reduce, exchange_rows
 from bmforge.parallel.groups import build_device_mesh
 from bmforge.parallel.layout import axis_group, axis_size
@@ -78,7 +78,7 @@ def expert_problems(model: nn.Module, size: int) -> list[str]:
     problems = [f"ep={size} does not divide the {n} experts" for n in sorted(counts) if n % size]
     for name, module in foreign.items():
         stacked = all(p.shape[:1] == (_count_experts(module),) for p in module.parameters())
-        if not stacked or any(True for _ in beside_parts(module)):
+        if not stacked or any(True for _ in adapters_of(module)):
             problems.append(f"ep={size}: the experts {name} have parameters that are not stacked")
     return problems
 

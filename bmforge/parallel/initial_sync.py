@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
-__all__ = ["start_alike_"]
+__all__ = ["sync_module_states_"]
 
 
-def start_alike_(model: nn.Module, mesh: DeviceMesh) -> None:
+def sync_module_states_(model: nn.Module, mesh: DeviceMesh) -> None:
     """Broadcast those parameters and buffers of rank 0 that differ on another process.
 
     Otherwise replicas with different initial weights would stay different, because only gradients

@@ -26,10 +26,10 @@ from bmforge.parallel.expert import (
     build_expert_mesh,
     share_statistics_,
 )
-from bmforge.parallel.initial_sync import start_alike_
+from bmforge.parallel.initial_sync import sync_module_states_
 from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.master_weights import upcast_trained_
-from bmforge.parallel.parameters import lay_straight_
+from bmforge.parallel.parameters import make_contiguous_
 from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
@@ -87,9 +87,9 @@ def parallelize(
     if master_weights:
         upcast_trained_(model, precision)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
-    start_alike_(model, mesh)
+    sync_module_states_(model, mesh)
     if division.is_sharded:
-        lay_straight_(model)
+        make_contiguous_(model)
     record = record_of(model)
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}

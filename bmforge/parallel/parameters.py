@@ -10,7 +10,7 @@ from torch import nn
 from bmforge.parallel.master_weights import is_half
 from bmforge.records import Unit
 
-__all__ = ["lay_straight_", "parameter_problems", "scalars_of"]
+__all__ = ["make_contiguous_", "parameter_problems", "scalars_of"]
 
 
 def parameter_problems(
@@ -32,7 +32,7 @@ def scalars_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 0]
 
 
-def lay_straight_(model: nn.Module) -> None:
+def make_contiguous_(model: nn.Module) -> None:
     """Make all parameters contiguous, in place."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():

@@ -83,7 +83,7 @@ def apply_zero_(
     _name_as_before_([*experts, *units, model])
     if zero == 3:
         _free_after_forward_([*experts, *units])
-    if callable(getattr(model, "encode", None)):  # runs the model without its forward
+    if callable(getattr(model, "encode", None)):  # an entry point that does not call forward
         register_fsdp_forward_method(model, "encode")
     _set_prefetch_(units, experts, prefetch)
 

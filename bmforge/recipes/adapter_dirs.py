@@ -118,7 +118,8 @@ def merge_adapter(
     directory = Path(find_export(adapter))
     if not is_adapter(directory):
         raise ConfigError(
-            f"{str(adapter)!r} is not an adapter directory (needed: {ADAPTER_CONFIG} and weights)."
+            f"{str(adapter)!r} is not an adapter directory (needed: {ADAPTER_CONFIG} and "
+            "weights). Check its path."
         )
     source = find_model(base) if base is not None else find_base_model(directory)
     with swapped_directory(target) as partial:

@@ -21,8 +21,8 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, draw_below
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.spans import count_spans, divide
 from bmforge.recipes.start import check_length
@@ -95,8 +95,8 @@ def cut_blanks(
 class _BlankExamples:
     """Texts with blanks and the spans that fill them, as an `ExampleSource`."""
 
-    def __init__(self, pieces: Pieces, config: Any, tokenizer: GLMTokenizer) -> None:
-        self._pieces, self._config = pieces, config
+    def __init__(self, segments: DocumentSegments, config: Any, tokenizer: GLMTokenizer) -> None:
+        self._segments, self._config = segments, config
         ids = [tokenizer.role_id(role) for role in ("cls", "eos", "sop", "eop")]
         self._begin, self._end, self._start, self._stop = (id or 0 for id in ids)
         self._blank = config.model.mask_token_id
@@ -107,15 +107,15 @@ class _BlankExamples:
             "labels": (width, IGNORE_INDEX),
         }
         shares = config.long_ratio, config.noise_density, config.mean_span_length
-        self.fingerprint = fingerprint_of(pieces.fingerprint, *shares, width)
-        self.content = pieces.content
+        self.fingerprint = fingerprint_of(segments.fingerprint, *shares, width)
+        self.content = segments.content
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._segments)
 
     def make(self, index: int, seed: Seed) -> Example:
         """Return the text at `index` with random blanks, which depend on `seed`."""
-        contexts, cut = cut_blanks(self._pieces[index].tolist(), seed, self._config)
+        contexts, cut = cut_blanks(self._segments[index].tolist(), seed, self._config)
         ids = [self._begin]
         for part in contexts:
             ids += [*part, self._blank]
@@ -159,11 +159,11 @@ def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingDa
     while longest > 1 and longest + 3 + 2 * _most_spans(longest, config) > width:
         longest -= 1
     shortest = max(2, config.shortest)
-    pieces, held_out = open_pieces(
+    segments, held_out = open_segments(
         config.data, model.vocab_size, shortest, longest, tokenizer.eos_id
     )
     return open_examples(
-        _BlankExamples(pieces, config, tokenizer),
+        _BlankExamples(segments, config, tokenizer),
         None if held_out is None else _BlankExamples(held_out, config, tokenizer),
         config.data,
         rows,

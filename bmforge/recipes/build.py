@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
 from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Model, init_weights_, load_weights_, weight_drawer, weight_reader
+from bmforge.models import Model, init_weights_, load_weights_, weight_initializer, weight_reader
 from bmforge.models.changes import freeze_base_
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
@@ -125,6 +125,6 @@ def _stream_(model: Model, config: Any, world: World, start: Path | None) -> Non
             f"{world.size} processes and {config.train.precision}. Use layout.zero=3 to "
             "shard weights."
         )
-    drawn = weight_drawer(model, config.seed)
+    drawn = weight_initializer(model, config.seed)
     read = drawn if start is None else weight_reader(model, start, new_head=config.new_head)
     stream_blocks_(model, read, device=world.device, stays=adapter_stays(model))

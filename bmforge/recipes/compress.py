@@ -1,4 +1,4 @@
-"""Compresses a model by a recipe, in phases that each write a model directory.
+"""Compresses a model with a recipe, in phases that each write a model directory.
 
 `CompressConfig` is divided into phases (`compress/phases.py`). A phase with training steps is a
 run of the task, as `bmforge train` would start it, with the phase's methods attached to its model;
@@ -106,7 +106,7 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"recipe {str(path)!r} does not exist.")
+        raise ConfigError(f"recipe {str(path)!r} does not exist. Check its path.")
     if path.suffix == ".json":
         # Imported lazily: the compatibility package is only needed for JSON recipes.
         from bmforge.compat.bmcook.config import recipe_from_bmcook

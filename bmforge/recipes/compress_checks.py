@@ -112,7 +112,7 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def estimate_phases(source: Path, phases: Sequence[Phase]) -> Iterator[tuple[Phase, str, str]]:
-    """Yield for each phase: the phase, a text on the model's size after it, and a note.
+    """Yield for each phase: the phase, a description of the size after it, and a note.
 
     The note is about sizes that are not yet known. The model is on the meta device, so no weights
     are loaded.

@@ -26,8 +26,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models import Model
 from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.skipped_data import tell_left_out
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
@@ -185,7 +185,7 @@ def _number_ids(tokenizer: CPM1Tokenizer) -> list[int]:
 def _chid_texts(
     paths: Sequence[str], tokenizer: CPM1Tokenizer, numbers: Sequence[int]
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield the token ids of every question with its answer's index, and the prompt's length."""
+    """Yield (token ids, prompt length) of every question; the index of the answer ends the ids."""
     for path in paths:
         file = Path(path)
         beside = file.with_name(f"{file.stem}_answer{file.suffix}")
@@ -219,8 +219,8 @@ def _read_question(row: Mapping[str, Any], where: str) -> tuple[list[str], list[
         or not all(isinstance(text, str) for text in (*texts, *candidates))  # type: ignore[misc]
     ):
         raise DataError(
-            f"{where} must have the fields 'content', a text or a list of texts, and 'candidates', "
-            f"a list of 2 to {_NUM_OPTIONS} texts."
+            f"{where} must have the fields 'content', a string or a list of strings, and "
+            f"'candidates', a list of 2 to {_NUM_OPTIONS} strings."
         )
     return texts, candidates  # type: ignore[return-value]
 

@@ -22,8 +22,8 @@ from bmforge.data.load.order import derive_key, draw_below, permute
 from bmforge.errors import ConfigError
 from bmforge.models.cpm_ant import CPMAntConfig
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import Tokenizer
 
@@ -107,8 +107,8 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
 class _AntExamples:
     """Texts with their soft prompts, as an `ExampleSource`."""
 
-    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
-        self._pieces, self._config = pieces, config
+    def __init__(self, segments: DocumentSegments, config: Any, tokenizer: Tokenizer) -> None:
+        self._segments, self._config = segments, config
         assert tokenizer.bos_id is not None
         assert tokenizer.eos_id is not None
         self._begin, self._end = tokenizer.bos_id, tokenizer.eos_id
@@ -118,17 +118,17 @@ class _AntExamples:
             "labels": IGNORE_INDEX,
         }  # fmt: skip
         self.columns: Mapping[str, tuple[int, int]] = {n: (width, f) for n, f in fillings.items()}
-        self.fingerprint = fingerprint_of(pieces.fingerprint, config.mlm_ratio, width)
-        self.content = pieces.content
+        self.fingerprint = fingerprint_of(segments.fingerprint, config.mlm_ratio, width)
+        self.content = segments.content
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._segments)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
         """Return the text at `index` with a random objective and mask, which depend on `seed`."""
         drawn = draw_below(_DRAWN_FROM, derive_key(*seed, "task")) / _DRAWN_FROM
         task = "mlm" if drawn < self._config.mlm_ratio else "lm"
-        ids = [self._begin, *self._pieces[index].tolist(), self._end]
+        ids = [self._begin, *self._segments[index].tolist(), self._end]
         text = hide_tokens(ids, task, seed)
         model = self._config.model
         size = model.prompt_length
@@ -155,11 +155,11 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "the tokenizer's config."
         )
     longest = config.data.seq_len - config.model.prompt_length - 2
-    pieces, held_out = open_pieces(
+    segments, held_out = open_segments(
         config.data, config.model.vocab_size, max(1, config.shortest), longest, tokenizer.eos_id
     )
     return open_examples(
-        _AntExamples(pieces, config, tokenizer),
+        _AntExamples(segments, config, tokenizer),
         None if held_out is None else _AntExamples(held_out, config, tokenizer),
         config.data,
         rows,

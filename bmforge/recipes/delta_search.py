@@ -157,7 +157,7 @@ class Candidate:
 
 
 def find_candidates(config: Any) -> dict[str, Candidate]:
-    """Return a dict from name to candidate, if it fits the model and the parameter limit.
+    """Return a dict from name to each candidate that fits the model and the parameter limit.
 
     Raises:
         ConfigError: no adapter fits.

@@ -17,8 +17,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.models.eva import EVAConfig
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.skipped_data import tell_left_out
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe

@@ -38,7 +38,11 @@ def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
     batch = config.data.global_batch_size
     steps = max(1, math.ceil(config.epochs * epoch_rows / batch))
     get_logger().info(
-        "%g epochs of %d rows, %d rows per step: %d steps", config.epochs, epoch_rows, batch, steps
+        "%g epochs of %d sequences, %d sequences per step: %d steps",
+        config.epochs,
+        epoch_rows,
+        batch,
+        steps,
     )
     if steps < _FEW_STEPS:
         get_logger().info(

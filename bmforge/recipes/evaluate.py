@@ -271,7 +271,7 @@ def _measure_text(
 
 
 def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
-    """Return a `Measure` of a task, with prompts in the format for this kind of model."""
+    """Return a `Measure` of a task, with prompts in the format that the model expects."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)

@@ -166,7 +166,7 @@ def read_dtypes(directory: Path) -> Callable[[str], torch.dtype] | None:
 
 
 def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None:
-    """Save an adapter with its card and the name of its base model."""
+    """Save an adapter with its model card and the name of its base model."""
     provenance = model.provenance
     data = dict.fromkeys(f"{p.name} ({p.license})" for p in provenance.parts if p.kind == "data")
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}

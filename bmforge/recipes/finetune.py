@@ -24,8 +24,8 @@ from bmforge.models.hub import find_model
 from bmforge.models.llama import LlamaConfig
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.task_data import (
     TaskDataConfig,
     label_names,
@@ -160,7 +160,7 @@ def tune_task(config: Any) -> RunResult:
 def with_classes(config: Any) -> Any:
     """Check the data config, and set an encoder's number of outputs to the task's classes.
 
-    Labels of user data that are those of the initial model get the order of its outputs.
+    If the labels of user data are those of the initial model, they get the order of its outputs.
     """
     config.data.check()
     if traits_of(config.model).reads != "both":

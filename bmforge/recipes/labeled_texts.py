@@ -103,8 +103,8 @@ def _fields(location: str, record: object, config: QualityConfig) -> tuple[str, 
     text = fields[config.text_field]
     if not isinstance(text, str):
         raise DataError(
-            f"{location}: {config.text_field}={text!r:.80} is not a text. Set the text field with "
-            "--text-field."
+            f"{location}: {config.text_field}={text!r:.80} is not a string. Set the text field "
+            "with --text-field."
         )
     return text, fields[config.label_field]
 

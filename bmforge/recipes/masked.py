@@ -19,8 +19,8 @@ from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.load.order import derive_key, draw_below, permute
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length
 from bmforge.tokenizers import Tokenizer
@@ -87,8 +87,8 @@ def mask_tokens(
 class _MaskedExamples:
     """Masked texts with BOS and EOS tokens, as an `ExampleSource`."""
 
-    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
-        self._pieces, self._ratio, self._size = pieces, config.mask_ratio, len(tokenizer)
+    def __init__(self, segments: DocumentSegments, config: Any, tokenizer: Tokenizer) -> None:
+        self._segments, self._ratio, self._size = segments, config.mask_ratio, len(tokenizer)
         self._begin, self._end, self._mask = _find_marks(tokenizer)
         width = config.data.seq_len
         self.columns: Mapping[str, tuple[int, int]] = {
@@ -96,15 +96,15 @@ class _MaskedExamples:
             "attention_mask": (width, 0),
             "labels": (width, IGNORE_INDEX),
         }
-        self.fingerprint = fingerprint_of(pieces.fingerprint, config.mask_ratio, width)
-        self.content = pieces.content
+        self.fingerprint = fingerprint_of(segments.fingerprint, config.mask_ratio, width)
+        self.content = segments.content
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._segments)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
         """Return the text at `index` with randomly masked tokens, which depend on `seed`."""
-        ids = self._pieces[index].tolist()
+        ids = self._segments[index].tolist()
         shown, labels = mask_tokens(ids, self._mask, self._size, self._ratio, seed)
         return {
             "input_ids": [self._begin, *shown, self._end],
@@ -134,7 +134,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     tokenizer = open_tokenizer(config)
     _, end, _ = _find_marks(tokenizer)
     ends = tokenizer.eos_id if tokenizer.eos_id is not None else end
-    pieces, held_out = open_pieces(
+    segments, held_out = open_segments(
         config.data,
         config.model.vocab_size,
         max(1, config.shortest),
@@ -142,7 +142,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         ends,
     )
     return open_examples(
-        _MaskedExamples(pieces, config, tokenizer),
+        _MaskedExamples(segments, config, tokenizer),
         None if held_out is None else _MaskedExamples(held_out, config, tokenizer),
         config.data,
         rows,

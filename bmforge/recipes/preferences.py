@@ -7,6 +7,7 @@ with its adapter off, a frozen copy, or log-probabilities that are computed befo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +21,8 @@ from bmforge.align.reference import Reference, adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
 from bmforge.errors import ConfigError, suggest
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.preference_rows import (
     EncodedPair,
     MarkedAnswers,
@@ -164,6 +165,9 @@ def read_options(config: Any) -> MethodOptions:
             raise ConfigError(f"{name} has no effect with method={config.method}. Leave it out.")
     beta = method.beta if config.beta is None else config.beta
     options = MethodOptions(**{"beta": beta, "nll_weight": method.nll_weight, **chosen_options})
+    infinite = [name for name, value in vars(options).items() if not math.isfinite(value)]
+    if infinite:
+        raise ConfigError(f"{infinite[0]}={getattr(options, infinite[0])} must be finite.")
     if not options.beta > 0 or not 0 <= options.label_smoothing < 0.5:
         raise ConfigError(
             f"beta={options.beta} must be above 0, and label_smoothing="

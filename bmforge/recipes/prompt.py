@@ -25,8 +25,8 @@ from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.parallel import World, run_on_first
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import open_examples
-from bmforge.recipes.inputs.pieces import open_tokenizer
 from bmforge.recipes.inputs.prompt_parts import (
     describe_template,
     find_words,

@@ -25,6 +25,7 @@ __all__ = [
     "ReferenceDtype",
     "check_reference_copy",
     "describe_reference",
+    "make_reference_copy",
     "open_reference_copy",
     "store_reference_",
 ]
@@ -76,26 +77,36 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
             "reference_offload=True has no effect on a CPU, whose memory is the host's. Leave it "
             "out; --reference-dtype int8 makes the reference smaller."
         )
+    return frozen_copy(
+        make_reference_copy(config, rows, config.reference_dtype),
+        is_offloaded=config.reference_offload,
+    )
+
+
+def make_reference_copy(config: Any, rows: World, dtype: ReferenceDtype | None = None) -> nn.Module:
+    """Build a second model with the initial weights of a run, on the layout of the policy.
+
+    Args:
+        config: config of the run, with all defaults resolved.
+        rows: data-parallel rank and size of this process.
+        dtype: dtype of the linear layers (default: that of the policy).
+    """
     rank, size = 0, 1
     if torch.distributed.is_initialized():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     world, mesh = World(rank, size, rows.device), build_mesh(config.layout, rows.device)
     plain = dataclasses.replace(config, adapter=AdapterConfig(), base_dtype=None, freeze_base=False)
-    if config.reference_dtype is None:
-        model: nn.Module = build_model(plain, world, mesh)[0]
-    else:
-        model = _build_quantized(plain, world, mesh)
-    return frozen_copy(model, is_offloaded=config.reference_offload)
+    if dtype is None:
+        return build_model(plain, world, mesh)[0]
+    return _build_quantized(plain, dtype, world, mesh)
 
 
-def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
-    """Build the copy: linear layers in ``reference_dtype``, others in the run's precision."""
+def _build_quantized(config: Any, dtype: ReferenceDtype, world: World, mesh: Any) -> nn.Module:
+    """Build the copy: linear layers in `dtype`, others in the run's precision."""
     start = find_model(config.init_from)
     sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")
-    packed = open_packed(
-        model, start, dataclasses.replace(config, base_dtype=config.reference_dtype)
-    )
+    packed = open_packed(model, start, dataclasses.replace(config, base_dtype=dtype))
     assert packed is not None
     model = copy.deepcopy(packed.model)  # the reader needs a separate copy, which stays on meta
     _freeze_(model, config.train.precision)
@@ -103,7 +114,7 @@ def _build_quantized(config: Any, world: World, mesh: Any) -> nn.Module:
         model, config.layout, mesh=mesh, precision=config.train.precision, compile=config.compile
     )
     fill_packed_(model, packed, world.device)
-    get_logger().info("the reference is a copy in %s", config.reference_dtype)
+    get_logger().info("the reference is a copy in %s", dtype)
     return model
 
 

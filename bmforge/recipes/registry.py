@@ -103,7 +103,7 @@ class Task:
     tunes: bool = False
 
     def form(self, traits: Traits) -> Form | None:
-        """Return the implementation for a family; None if the family does not support the task."""
+        """Return the implementation for a family; None if the task does not support the family."""
         return next((form for form in self.forms if form.fits(traits)), None)
 
 
@@ -331,7 +331,7 @@ def read_config(recipe: Recipe, file: str | None) -> Any:
     values = read_config_values(file)
     if recipe in RECIPES.values() or not isinstance(values.get("model"), dict):
         return config_from_dict(recipe.config, values) if values else load_toml(recipe.config, file)
-    usual = config_to_dict(recipe.config().model.with_implied())
+    usual = config_to_dict(recipe.config().model.without_derived())
     return config_from_dict(recipe.config, {**values, "model": {**usual, **values["model"]}})
 
 

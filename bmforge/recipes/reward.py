@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -87,8 +88,8 @@ def _check(config: Any) -> None:
     """Raise `ConfigError` for an option out of range or without effect."""
     refuse_prefix_sharing(config, "in reward models, which read the last token of a row")
     center = config.center_rewards_coefficient
-    if center < 0:
-        raise ConfigError(f"center_rewards_coefficient={center} must be at least 0.")
+    if not 0 <= center < math.inf:
+        raise ConfigError(f"center_rewards_coefficient={center} must be at least 0, and finite.")
     if center and config.supervision == "process":
         raise ConfigError(
             f"center_rewards_coefficient={center} has no effect with supervision=process, which "
@@ -100,7 +101,7 @@ def _check(config: Any) -> None:
             "--supervision process, or leave it out."
         )
     if config.step_separator == "":
-        raise ConfigError("step_separator='' has no tokens. Choose another text.")
+        raise ConfigError("step_separator='' has no tokens. Choose another separator.")
 
 
 def with_reward_head(config: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bmforge.align.rewards import RewardSet, open_rewards, read_weight
+from bmforge.align.reward_names import read_weight
+from bmforge.align.rewards import RewardSet, open_rewards
 from bmforge.align.verifiers import COLUMN_KINDS, missing_column
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
@@ -23,6 +25,7 @@ from bmforge.recipes.inputs.conversation_rows import EncodedRow
 from bmforge.recipes.inputs.preference_rows import encode_preference
 from bmforge.recipes.inputs.step_rows import encode_steps, split_steps
 from bmforge.tokenizers import AutoTokenizer
+from bmforge.tokenizers.chat_messages import THOUGHT_FIELDS
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
 __all__ = [
@@ -37,6 +40,8 @@ __all__ = [
     "open_reward_sources",
 ]
 
+# Fields of messages that are not checked, or that all templates read.
+_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "weight", *THOUGHT_FIELDS))
 # Number of answers per forward pass.
 _ROWS = 8
 _HEAD, PROCESS_HEAD = "sequence_classification", "token_classification"
@@ -174,7 +179,8 @@ class RewardModel(_Scorer):
 
     def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
         example = PreferenceExample("a completion", prompt, completion, None)
-        row = encode_preference(example, self._template, self._tokenizer).chosen
+        ignore = _find_unread(prompt, self._template)
+        row = encode_preference(example, self._template, self._tokenizer, ignore).chosen
         assert row is not None
         return row
 
@@ -207,7 +213,8 @@ class ProcessRewardModel(_Scorer):
         steps = split_steps(_text_of(completion), self._separator)
         # Labels only mark the ends of the steps; their values are not used.
         example = StepExample("a completion", prompt, tuple(steps), (True,) * len(steps))
-        return encode_steps(example, self._template, self._tokenizer, self._separator)
+        ignore = _find_unread(prompt, self._template)
+        return encode_steps(example, self._template, self._tokenizer, self._separator, ignore)
 
     def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
         width = max(len(row.ids) for row in rows)  # without the positions of a soft prompt
@@ -221,11 +228,24 @@ class ProcessRewardModel(_Scorer):
         ]
 
 
+def _find_unread(prompt: Any, template: ChatTemplate) -> list[str]:
+    """Return the fields of a prompt's messages that a reward model's template does not read.
+
+    The policy has another template, and its run may ignore fields (`data.ignore`).
+    """
+    names = {name for message in prompt for name in message} if isinstance(prompt, list) else set()
+    return [
+        n
+        for n in names - _FIELDS
+        if n == "name" or not re.search(rf"\b{re.escape(n)}\b", template.source)
+    ]
+
+
 def _text_of(completion: Any) -> str:
-    """Return the text of an answer: a text, or the content of its messages, in order."""
+    """Return the text of an answer, a string or the assistant's messages, joined in order."""
     if isinstance(completion, str):
         return completion
-    contents = [message.get("content") for message in completion]
+    contents = [m.get("content") for m in completion if m.get("role") == "assistant"]
     return "".join(text for text in contents if isinstance(text, str))
 
 

@@ -7,9 +7,11 @@ combination of the options in `rl`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bmforge.align.advantages import check_group_size
 from bmforge.align.policy import PolicyConfig
 from bmforge.align.reinforcement import PolicyObjective, PolicyScores, open_reference
 from bmforge.align.rollout_config import RolloutConfig
@@ -18,6 +20,7 @@ from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.reference_model import make_reference_copy
 from bmforge.recipes.reward_scores import StepAggregation, check_columns, open_reward_sources
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -81,6 +84,12 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "base model without its adapter, but these modules are trained in place. Leave one "
             "out."
         )
+    if policy.correction != "none" and config.rollout.exact_logprobs:
+        raise ConfigError(
+            f"rl.correction={policy.correction} has no effect with rollout.exact_logprobs=True, "
+            "with which sampler and policy have equal log-probabilities. Leave one out."
+        )
+    check_group_size(policy.advantage, config.rollout.num_generations)
     check_value(config, policy)
     run = RolloutRun(config, rows)
     check_columns(config.reward, run.columns)
@@ -99,7 +108,8 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
     def open_scores(model: Any) -> PolicyScores:
         trains_base = config.adapter.kind is None
-        reference = open_reference(model, trains_base) if policy.beta else None
+        make_copy = partial(make_reference_copy, config, rows)
+        reference = open_reference(model, trains_base, make_copy) if policy.beta else None
         with_old = "old" in loader.names or policy.kl_in == "reward"
         if policy.advantage == "gae":
             objective.companion = open_value(config, model)

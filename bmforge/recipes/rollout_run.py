@@ -20,7 +20,7 @@ from bmforge.models.init import materialize_
 from bmforge.parallel import World, init_distributed
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
-from bmforge.recipes.inputs.pieces import open_tokenizer
+from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.prompt_rows import (
     encode_prompts,
     find_stops,
@@ -70,6 +70,12 @@ def check_rollouts(config: Any) -> None:
         raise ConfigError(
             "train.disable_dropout=False is not supported: with dropout, the policy of the "
             "loss would differ from the policy of the rollouts. Leave it out."
+        )
+    if config.train.eval_every_steps is not None:
+        raise ConfigError(
+            f"train.eval_every_steps={config.train.eval_every_steps} has no effect in a run that "
+            "generates its own answers. Leave it out, and evaluate the exported model with "
+            "`bmforge evaluate`."
         )
     if config.rollout.exact_logprobs:
         _check_exact(config, longest, limit)
@@ -159,8 +165,8 @@ class RolloutRun:
 
         Args:
             objective: objective of the Trainer.
-            open_scores: function (model with its initial weights) that returns the
-                log-probabilities that rollouts need, or None.
+            open_scores: function that takes the model with its initial weights, and returns the
+                `Scores` of the rollouts; None if they need no scores.
         """
         rollout = self._config.rollout
         return TrainingData(
@@ -179,7 +185,7 @@ class RolloutRun:
             self._template.save(directory)
 
     def _begin(self, open_scores: Callable[[Any], Scores | None], model: Any) -> None:
-        """Start the generation engine, and create the scores of the model's initial weights."""
+        """Start the generation engine, and call `open_scores` with the initial model."""
         config, rollout = self._config, self._config.rollout
         options = GenerationConfig(
             max_new_tokens=rollout.max_new_tokens,

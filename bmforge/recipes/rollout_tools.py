@@ -10,7 +10,8 @@ from typing import Any
 from bmforge.align.rewards import ToolProcess
 from bmforge.align.tool_turns import FunctionCall, ToolTurns
 from bmforge.align.verifiers import VERIFIERS
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
+from bmforge.serve.parts import GeneratedToolCall
 from bmforge.serve.tool_formats import ToolFormat, find_format
 from bmforge.tokenizers.chat_template import ChatTemplate
 
@@ -39,13 +40,20 @@ def open_functions(config: Any, template: ChatTemplate | None) -> dict[str, Tool
     functions: dict[str, ToolProcess] = {}
     try:
         for spec in specs:
-            if spec.startswith("http") or spec.partition(":")[0] in VERIFIERS:
+            if spec.startswith(("http:", "https:")) or spec.partition(":")[0] in VERIFIERS:
                 raise ConfigError(
                     f"rollout.tools={spec} must be module:function or file.py:function."
                 )
             process = ToolProcess(spec)
             assert process.schema is not None
-            functions[process.schema["function"]["name"]] = process
+            name = process.schema["function"]["name"]
+            if name in functions:
+                process.close()
+                raise ConfigError(
+                    f"rollout.tools={list(specs)} has several functions {name!r}. Rename all but "
+                    "one."
+                )
+            functions[name] = process
     except BaseException:
         for process in functions.values():
             process.close()
@@ -73,45 +81,66 @@ def open_turns(
     """
     form = find_format(template.source)
     assert form is not None
+    encode = partial(_encode_results, tokenizer, template, frozenset(stops))
+    _check_results(template, next(iter(functions)), [f.schema for f in functions.values()])
     schemas = {
         name: f.schema["function"]["parameters"] for name, f in functions.items() if f.schema
     }
     return ToolTurns(
         functions,
         partial(find_calls, form, schemas),
-        partial(_encode_results, tokenizer, template, frozenset(stops)),
+        encode,
         decode,
         config.rollout.max_turns,
         config.rollout.tool_timeout_s,
     )
 
 
-def find_calls(form: ToolFormat, schemas: Mapping[str, Any], text: str) -> list[FunctionCall]:
-    """Return the function calls in the text of a turn.
+class _EveryName(dict[str, Any]):
+    """Schemas of the functions, in which every other name has an empty schema."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+def find_calls(
+    form: ToolFormat, schemas: Mapping[str, Any], text: str
+) -> tuple[str, list[FunctionCall]]:
+    """Return the text before the function calls of a turn, and the calls.
+
+    Between the delimiters of a format, calls of unknown functions are included, and text that is
+    not a call is a call without a name. In a format without delimiters, such text is an answer.
 
     Args:
         form: format of the calls.
         schemas: dict from function name to the schema of the function's parameters.
         text: text of the turn.
     """
-    calls: list[FunctionCall] = []
     opening = next((mark for mark in form.open if mark and mark in text), None)
     if opening is None:
         is_call = "" in form.open and text.lstrip().startswith("{")
-        parts = [text.strip()] if is_call else []
-    else:
-        parts = text.split(opening)[1:]
+        parsed = (form.parse(text.strip(), schemas) or []) if is_call else []
+        return "" if parsed else text, [_read_call(call) for call in parsed]
+    content, *parts = text.split(opening)
+    calls: list[FunctionCall] = []
     for part in parts:
         inner = part.split(form.close)[0] if form.close else part
-        for call in form.parse(inner.strip(), schemas) or ():
-            calls.append(FunctionCall(call.name, _read_arguments(call.arguments)))
-    return calls
+        parsed = form.parse(inner.strip(), _EveryName(schemas)) or []
+        calls += [_read_call(call) for call in parsed] or [FunctionCall("", None)]
+    return content.strip(), calls
+
+
+def _read_call(call: GeneratedToolCall) -> FunctionCall:
+    return FunctionCall(call.name, _read_arguments(call.arguments))
 
 
 def _read_arguments(text: str) -> dict[str, Any] | None:
     try:
         arguments = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None
 
@@ -122,13 +151,37 @@ def _encode_results(
     stops: frozenset[int],
     results: Sequence[Mapping[str, Any]],
     last: int,
+    options: Mapping[str, Any],
 ) -> list[int]:
     """Return the ids between an answer and the next turn: end of turn, results, next header.
 
     The end of turn is omitted if `last`, the last token id of the answer, is one of `stops`.
     """
-    safe = [{**m, "content": tokenizer.escape_specials(m["content"])} for m in results]
-    example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-    text = template.render([*example, *safe], add_generation_prompt=True)
-    ids: list[int] = tokenizer.encode_chat(text.partition(_MARK)[2])
+    texts = ("name", "content")
+    safe = [{**m, **{key: tokenizer.escape_specials(m[key]) for key in texts}} for m in results]
+    ids: list[int] = tokenizer.encode_chat(_render_results(template, safe, options))
     return ids[1:] if last in stops and ids and ids[0] in stops else ids
+
+
+def _render_results(
+    template: ChatTemplate, results: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
+    """Return the text that the template writes after an assistant message with tool calls."""
+    example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+    text = template.render([*example, *results], add_generation_prompt=True, **options)
+    return text.partition(_MARK)[2]
+
+
+def _check_results(template: ChatTemplate, name: str, schemas: Sequence[Schema | None]) -> None:
+    """Raise `ConfigError` if the template does not write the result of a tool."""
+    result = {"role": "tool", "name": name, "tool_call_id": "call00000", "content": "RESULT"}
+    reason = ""
+    try:
+        is_written = "RESULT" in _render_results(template, [result], {"tools": schemas})
+    except DataError as error:
+        is_written, reason = False, f" ({error})"
+    if not is_written:
+        raise ConfigError(
+            "rollout.tools is not supported with this chat template, which does not write results "
+            f"of tools after an answer{reason}. Set --template, or leave tools out."
+        )

@@ -102,7 +102,7 @@ class RunConfig:
     Args:
         run_dir: directory of the run.
         init_from: initial model: directory, hub id or short name; its sizes apply, except for
-            fields that are set in `model` (if None: random weights).
+            fields that are set in `model` (if None: random initialization).
         model_changes: names of the `model` fields that override `init_from`, set by the command
             line (if None: the fields that differ from the recipe's defaults).
         new_head: initialize the task's head if `init_from`'s model has none.

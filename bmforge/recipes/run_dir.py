@@ -147,7 +147,7 @@ def _write_stamp(file: Path) -> tuple[int, int] | None:
 
 
 def check_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> str | None:
-    """Return the reason why `config` may not run in `run_dir`, or None.
+    """Return the reason why `config` may not run in `run_dir`; None if it may.
 
     Fields that are missing in the run.toml of an earlier version count as having their default
     value. Fields and tables in the config's `override` may differ.
@@ -273,7 +273,7 @@ def check_new_run(run_dir: Path, name: str = "run_dir") -> None:
 
 
 def check_free(run_dir: Path) -> str | None:
-    """Return the reason why no new run can start in `run_dir`, or None."""
+    """Return the reason why no new run can start in `run_dir`; None if one can."""
     if not run_dir.exists() or _is_free_place(run_dir):
         return None
     if (run_dir / _FILE).exists():

@@ -49,10 +49,9 @@ def write_search_page(path: Path, state: Mapping[str, Any], title: str) -> Path:
         lines.append(f"<tr{mark}><td>{html.escape(name)}</td>{body}</tr>\n")
     state_word = "done" if is_done else "still running"
     section = (
-        f"<section><p>{len(order)} deltas, {len(plan)} rounds, {state_word}. Held-out loss after "
-        "each "
-        "round; the shorter the bar, the better.</p><table><thead><tr><th>delta</th>"
-        f"<th>trained</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></section>"
+        f"<section><p>{len(order)} adapters, {len(plan)} rounds, {state_word}. Held-out loss "
+        "after each round; the shorter the bar, the "
+        f"better.</p><table><thead><tr><th>adapter</th><th>trained</th>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></section>"
     )
     return write_page(path, title, "delta search", [section], style=_STYLE)
 

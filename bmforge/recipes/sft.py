@@ -31,9 +31,9 @@ from bmforge.recipes.inputs.conversation_rows import (
     open_answers,
     render_conversation,
 )
+from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_examples
 from bmforge.recipes.inputs.image_conversations import ImageConversations, check_image_layout
-from bmforge.recipes.inputs.pieces import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length, family_of, traits_of
@@ -209,14 +209,14 @@ def _has_images(conversation: ChatExample) -> bool:
 
 
 def _can_pack(config: Any) -> bool:
-    """Return True if a row may have several conversations; otherwise log the reason."""
+    """Return True if a sequence may have several conversations; otherwise log the reason."""
     if config.adapter.kind == "soft-prompt":
-        reason = "a soft prompt is prepended to rows"
+        reason = "a soft prompt is prepended to sequences"
     elif not family_of(config.model).separates_documents(config.model):
-        reason = "this model cannot separate the conversations of a packed row"
+        reason = "this model cannot separate the conversations of a packed sequence"
     else:
         return True
-    get_logger().info("%s: every row has one conversation", reason)
+    get_logger().info("%s: every sequence has one conversation", reason)
     return False
 
 
@@ -260,7 +260,7 @@ def _read_all(paths: Sequence[str], images: bool) -> list[ChatExample]:
 
 
 def _is_empty_answer(message: Mapping[str, Any]) -> bool:
-    """Return True for a trained assistant message without text, reasoning or tool calls."""
+    """Return True for an empty assistant message (no text, reasoning or tool calls) with a loss."""
     if message["role"] != "assistant" or message.get("weight") == 0:
         return False
     fields = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")

@@ -25,8 +25,8 @@ from bmforge.errors import ConfigError
 from bmforge.models.cpm2 import CPM2Config
 from bmforge.models.t5 import T5Config
 from bmforge.parallel import World
+from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.pieces import Pieces, open_pieces, open_tokenizer
 from bmforge.recipes.inputs.span_corpus import SpanCorpus, is_span_corpus
 from bmforge.recipes.inputs.splitting import check_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -157,8 +157,8 @@ def _sentinels_of(model: Any, tokenizer: Tokenizer) -> list[int]:
 class _SpanExamples:
     """`ExampleSource` of texts with span corruption."""
 
-    def __init__(self, pieces: Pieces, config: Any, tokenizer: Tokenizer) -> None:
-        self._pieces, self._config = pieces, config
+    def __init__(self, segments: DocumentSegments, config: Any, tokenizer: Tokenizer) -> None:
+        self._segments, self._config = segments, config
         self._traits = traits_of(config.model)
         self._end = tokenizer.eos_id
         self._sentinels = _sentinels_of(config.model, tokenizer)
@@ -180,18 +180,18 @@ class _SpanExamples:
             "labels": (target, IGNORE_INDEX),
         }
         self.fingerprint = fingerprint_of(
-            pieces.fingerprint, config.noise_density, config.mean_span_length, target
+            segments.fingerprint, config.noise_density, config.mean_span_length, target
         )
-        self.content = pieces.content
+        self.content = segments.content
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._segments)
 
     def make(self, index: int, seed: Seed) -> Example:
         """Return the text at `index` with randomly corrupted spans, which depend on `seed`."""
         config, end = self._config, [self._end]
         inside = self._traits.ends_inside
-        ids = [*self._pieces[index].tolist(), *(end if inside else [])]
+        ids = [*self._segments[index].tolist(), *(end if inside else [])]
         source, target = corrupt_spans(
             ids, self._sentinels, seed, config.noise_density, config.mean_span_length
         )
@@ -245,7 +245,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             "the tokenizer has no end-of-sequence token. Set one in the tokenizer's config."
         )
     inside = traits_of(config.model).ends_inside
-    pieces, held_out = open_pieces(
+    segments, held_out = open_segments(
         config.data,
         config.model.vocab_size,
         max(2, config.shortest),
@@ -253,7 +253,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         tokenizer.eos_id,
     )
     return open_examples(
-        _SpanExamples(pieces, config, tokenizer),
+        _SpanExamples(segments, config, tokenizer),
         None if held_out is None else _SpanExamples(held_out, config, tokenizer),
         config.data,
         rows,

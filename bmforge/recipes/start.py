@@ -57,7 +57,7 @@ class Start:
     Args:
         family: family of the model.
         config: config of the model.
-        init_from: initial model; None for random weights.
+        init_from: initial model; None for a random initialization.
     """
 
     family: type[Model]
@@ -121,7 +121,7 @@ def check_length(config: Any) -> None:
 
 
 def soft_prompt_length(config: Any) -> int:
-    """Return the number of tokens that the run's adapter prepends to every row."""
+    """Return the number of tokens that the run's adapter prepends to every sequence."""
     return (config.adapter.length or 0) if config.adapter.kind == "soft-prompt" else 0
 
 
@@ -216,12 +216,12 @@ def settle_model(config: Any) -> Any:
     directory = find_model(config.init_from)
     if not type(model).opens(read_config_file(directory)):
         raise ConfigError(
-            f"init_from={config.init_from!r} is not a {family_of(model).__name__}, which "
-            "this recipe trains. Choose another model or another recipe."
+            f"init_from={config.init_from!r} is not a {family_of(model).__name__}, the only "
+            "family that this recipe trains. Choose another model or another recipe."
         )
     own = _read_sizes(family_of(model), directory)
     # Derived fields are recomputed from the changed ones.
-    sizes = own.with_implied().replace(**{name: getattr(model, name) for name in _given(config)})
+    sizes = own.without_derived().replace(**{name: getattr(model, name) for name in _given(config)})
     changed = [f.name for f in dataclasses.fields(own) if f.compare]
     changed = [name for name in changed if getattr(sizes, name) != getattr(own, name)]
     # config.json is read again when the model is built: TOML cannot store its nulls.

@@ -28,7 +28,7 @@ __all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_cla
 
 
 class AskedTask(Protocol):
-    """Interface of a task's examples in a model's input format, with the metrics to measure.
+    """Interface of a task encoded for a model: its examples in the input format, and its metrics.
 
     Attributes:
         source: `ExampleSource` of the encoded examples with the correct answers.
@@ -37,7 +37,7 @@ class AskedTask(Protocol):
     source: ExampleSource
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return a model's metrics on the task; every process calls this and gets the same metrics.
+        """Return a model's metrics on the task, the same on every process. Collective.
 
         Args:
             model: the model, parallelized or not.

@@ -67,7 +67,7 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
     get_logger().info(
         "value model: %s from %s, %d parameters, on %s; learning rate %g",
         type(model).__name__,
-        own.init_from or "random weights",
+        own.init_from or "a random initialization",
         sum(p.numel() for p in model.whole().parameters()),
         device_name(device),
         config.value.lr,

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bmforge.infer.engine.reasoning_span import ReasoningSpan
 from bmforge.infer.engine.request import Completion, TokenLogprob
 from bmforge.serve.call_reader import CallReader, JsonCallReader
 from bmforge.serve.openai_types import ChatRequest
@@ -77,17 +78,28 @@ class ResponseFields:
         }
 
 
-def usage_of(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-    """Return the token usage of a request; a prompt counts only once for several answers."""
+def usage_of(
+    completions: Sequence[Sequence[Completion]], span: ReasoningSpan | None = None
+) -> dict[str, Any]:
+    """Return the token usage of a request; a prompt counts only once for several answers.
+
+    Args:
+        completions: answers per prompt.
+        span: delimiters of the reasoning, to count its tokens; None if it is not separated.
+    """
     prompt = sum(answers[0].prompt_tokens for answers in completions)
     cached = sum(answers[0].cached_tokens for answers in completions)
     new = sum(len(answer.ids) for answers in completions for answer in answers)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if span is not None:
+        thoughts = sum(span.count(answer.ids) for answers in completions for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+    return usage
 
 
 class Reading:

@@ -24,6 +24,7 @@ _ERRORS = {
     503: "The server is overloaded, stopping, or its engine has failed; see Retry-After.",
 }
 _OPEN = ("/health", "/ready")
+_ADMIN = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _ERROR: dict[str, Any] = {
     "type": "object",
@@ -44,14 +45,16 @@ _ERROR: dict[str, Any] = {
 }
 
 
-def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
+def describe_api(app: FastAPI, has_keys: bool, root_path: str = "") -> dict[str, Any]:
     """Return the OpenAPI schema of an application.
 
     Args:
         app: result of `create_app`.
         has_keys: True if requests need a key.
+        root_path: prefix of all paths.
     """
-    schema = get_openapi(title="bmforge", version=__version__, routes=app.routes)
+    servers = [{"url": root_path}] if root_path else None
+    schema = get_openapi(title="bmforge", version=__version__, routes=app.routes, servers=servers)
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -65,7 +68,7 @@ def describe_api(app: FastAPI, has_keys: bool) -> dict[str, Any]:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             _describe(path, operation)
-            if has_keys and path not in _OPEN:
+            if path in _ADMIN or (has_keys and path not in _OPEN):
                 operation["security"] = [{name: []} for name in components["securitySchemes"]]
     return schema
 
@@ -75,7 +78,7 @@ def _describe(path: str, operation: dict[str, Any]) -> None:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if path in _STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    if path == "/metrics":
+    if path == "/metrics" or path in _ADMIN:
         content = {"text/plain": {"schema": {"type": "string"}}}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

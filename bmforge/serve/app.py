@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,13 @@ def create_app(
         serving.live.cancel_all()
 
     # The pages of docs_url would load scripts from other hosts; the target of a redirect would be
-    # taken from the Host header.
+    # taken from the Host header; FastAPI's route of the schema would block the event loop.
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    pages["openapi_url"] = None
     app = FastAPI(title="bmforge", version=__version__, lifespan=live, **pages)
     app.state.serving = serving
-    app.openapi = partial(describe_api, app, bool(serving.keys))  # type: ignore[method-assign]
+    description = cache(partial(describe_api, app, bool(serving.keys), config.root_path))
+    app.openapi = description  # type: ignore[method-assign]
     parts = (routes, responses, messages, encoding, scores, adapters, health_routes, page_routes)
     for part in parts:
         app.include_router(part.router)

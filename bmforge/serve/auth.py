@@ -149,7 +149,7 @@ def load_admin_key(config: ServeConfig, environment: Mapping[str, str]) -> ApiKe
     if config.access.allow_runtime_lora_updating and not text:
         raise ConfigError(
             f"allow_runtime_lora_updating needs an admin key. Set {ADMIN_VARIABLE} to a random "
-            "text, for example from `openssl rand -hex 24`."
+            "string, for example from `openssl rand -hex 24`."
         )
     return ApiKeys([text]) if config.access.allow_runtime_lora_updating else ApiKeys()
 
@@ -175,7 +175,9 @@ class KeysFile:
         try:
             keys = load_keys(self._config, self._environment)
         except BmforgeError as error:
-            get_logger().error("keys: the previous keys remain valid: %s", error)
+            get_logger().error(
+                "keys: the file cannot be read again, so the previous keys remain valid: %s", error
+            )
             return None
         get_logger().info("keys: %d keys were read again", len(keys))
         return keys

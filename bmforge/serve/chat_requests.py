@@ -14,9 +14,9 @@ from typing import Any
 
 from fastapi import Request
 
+from bmforge.infer.engine.reasoning_span import ReasoningSpan
 from bmforge.infer.engine.request import Completion, OutputDelta
 from bmforge.infer.engine.request import Request as EngineRequest
-from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.serve.answers import Reading
 from bmforge.serve.conversation import EncodedPrompt
 from bmforge.serve.engine_options import (
@@ -48,6 +48,7 @@ class RunningChat:
         live: running engine request.
         tools: tools that may be called.
         prompt: prompt of the conversation.
+        span: delimiters of the reasoning; None if it is not separated.
         stack: context managers of the request's resources, which are closed when it ends.
         body: request.
     """
@@ -56,6 +57,7 @@ class RunningChat:
     live: LiveRequest
     tools: ToolUse
     prompt: EncodedPrompt
+    span: ReasoningSpan | None
     stack: ExitStack
     body: ChatRequest
 
@@ -118,16 +120,20 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
             partial(to_options, body, engine, most, prompt.ends or None, top_logprobs, prompt.stops)
         )
         salt = salt_of(request, body.cache_salt)
-        budget = find_budget(body, prompt, engine.tokenizer)
+        span = find_span(body, prompt, engine.tokenizer)
+        # A required tool call has no reasoning; other constraints apply to the text after it.
+        is_apart = rule is not None and not prompt.has_thought
+        is_limited = span is not None and span.max_tokens is not None
+        thoughts = span if (is_apart or is_limited) and tools.rule is None else None
         form = tools.form
         marks = (*(prompt.thought_marks or ()), *((*form.open, form.close) if form else ()))
         hidden = hidden_ids(body, engine.tokenizer, marks)
-        limits = salt, config.timeouts.request_s, served.delta, budget, hidden
+        limits = salt, config.timeouts.request_s, served.delta, thoughts, hidden
         engine_request = EngineRequest(prompt.ids, options, rule, *limits, prompt.inputs)
         live = await start(serving, [engine_request], len(prompt.ids), begin)
-        live.key = key_of(request)
+        live.key, live.ping_s = key_of(request), body.sse_ping_interval
         stack.callback(serving.end, live)
-        return RunningChat(serving, live, tools, prompt, stack.pop_all(), body)
+        return RunningChat(serving, live, tools, prompt, span, stack.pop_all(), body)
 
 
 async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
@@ -139,16 +145,20 @@ async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
         return await serving.tokenize(partial(serving.prompter.write, body, tools))
 
 
-def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> ThoughtBudget | None:
-    """Return the limit on reasoning tokens that a request sets; None without a limit.
+def find_span(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> ReasoningSpan | None:
+    """Return the delimiters of an answer's reasoning, with the limit that a request sets.
+
+    Returns None if the reasoning is not separated from the text.
 
     Raises:
         RequestError: the model does not reason, so that the limit would have no effect.
     """
     most, marks = body.thinking_token_budget, prompt.thought_marks
-    if most is None:
-        return None
-    if marks is None:
+    most = None if most == -1 else most
+    if marks is not None:
+        start, end = (tuple(tokenizer.encode_chat(mark)) for mark in marks)
+        return ReasoningSpan(end, () if prompt.is_thinking else start, most)
+    if most is not None:
         raise RequestError(
             (
                 "thinking_token_budget has no effect, because the chat template of this model has "
@@ -157,8 +167,7 @@ def find_budget(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Tho
             "thinking_token_budget",
             code="unsupported_value",
         )
-    start, end = (tuple(tokenizer.encode_chat(mark)) for mark in marks)
-    return ThoughtBudget(most, end, () if prompt.is_thinking else start)
+    return None
 
 
 def _check(body: ChatRequest, serving: Serving) -> ToolUse:

@@ -42,6 +42,7 @@ class EncodedPrompt(NamedTuple):
         begins: prefix of the answer that the client does not receive, such as a sentinel token.
         thought_marks: delimiters of the model's reasoning; None if it is not separated.
         is_thinking: True if the prompt ends inside the reasoning.
+        has_thought: True if the prompt ends after the reasoning, so that the answer has none.
         inputs: the model's inputs for the images of the conversation.
     """
 
@@ -51,6 +52,7 @@ class EncodedPrompt(NamedTuple):
     begins: str = ""
     thought_marks: tuple[str, str] | None = None
     is_thinking: bool = False
+    has_thought: bool = False
     inputs: Mapping[str, Tensor] | None = None
 
 
@@ -112,9 +114,9 @@ class Prompter:
                 "messages",
                 code="unsupported_model",
             )
-        messages, begin = body.messages, tools.begin
+        messages, last = body.messages, None
         if body.continue_final_message:
-            messages, begin = messages[:-1], messages[-1].text
+            messages, last = messages[:-1], messages[-1]
         variables = template_variables(body, self.template.variables, self.thought_marks)
         turns = [normalize_message(m.as_template(), images=True) for m in messages]
         template, processor = self.template, self.processor
@@ -129,10 +131,19 @@ class Prompter:
             return encoded.ids, encoded.inputs
 
         try:
-            ids, inputs = ask(begin)
-            is_thinking = opens_thought(tokenizer.decode(ids[-_TAIL:]), self.thought_marks)
-            if is_thinking and tools.rule is not None and self.thought_marks is not None:
-                ids, inputs = ask(f"{self.thought_marks[1]}\n\n{begin}")
+            ids, inputs = ask("")
+            marks, tail = self.thought_marks, tokenizer.decode(ids[-_TAIL:])
+            is_thinking = opens_thought(tail, marks)
+            has_thought = marks is not None and tail.rstrip().endswith(marks[1])
+            begin = tools.begin
+            if last is not None:
+                begin = self._write_last(last, is_thinking)
+            elif is_thinking and tools.rule is not None and marks is not None:
+                begin = f"{marks[1]}\n\n{begin}"
+            if begin:
+                ids, inputs = ask(begin)
+                is_thinking = last is not None and not last.text
+                has_thought = not is_thinking
             mark = self.template.end_mark()
         except BmforgeError as error:
             raise RequestError(str(error), "messages", code="invalid_value") from error
@@ -144,7 +155,25 @@ class Prompter:
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))
         begins = model.traits.answer_sentinel.format(0) if apart else ""
         stops = () if is_token or apart else (mark,)
-        return EncodedPrompt(ids, ends, stops, begins, self.thought_marks, is_thinking, inputs)
+        state = is_thinking, has_thought
+        return EncodedPrompt(ids, ends, stops, begins, marks, *state, inputs)
+
+    def _write_last(self, message: Message, is_thinking: bool) -> str:
+        """Return the reasoning and the text of a message that the answer continues.
+
+        Args:
+            message: the message.
+            is_thinking: True if the template has begun the reasoning.
+        """
+        marks, text, thoughts = self.thought_marks, message.text, message.thoughts
+        if not self._config.chat.parse_special:
+            text, thoughts = map(self._engine.tokenizer.escape_specials, (text, thoughts))
+        if marks is None or not (thoughts or is_thinking):
+            return text
+        if marks[1] in text:
+            return text.removeprefix(marks[0]) if is_thinking else text
+        opened = thoughts if is_thinking else f"{marks[0]}\n{thoughts}"
+        return f"{opened}\n{marks[1]}\n\n{text}" if text else opened
 
     def _read_images(self, messages: Sequence[Message]) -> list[Any]:
         """Decode the images of a conversation.

@@ -118,7 +118,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         for ids in rows:
             if len(ids) > most:
                 raise RequestError(
-                    f"a text has {len(ids)} tokens, but this server accepts at most {most}.",
+                    f"a text has {len(ids)} tokens, but this server accepts at most {most}. "
+                    "Shorten it.",
                     "input",
                     code="context_length_exceeded",
                 )

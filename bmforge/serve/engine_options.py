@@ -60,7 +60,7 @@ def check_limits(body: Writing, limits: RequestLimits) -> None:
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
             raise RequestError(
-                f"{name} contains an empty text. Remove it.", name, code="invalid_value"
+                f"{name} contains an empty string. Remove it.", name, code="invalid_value"
             )
         for text in texts:
             check_at_most(name, len(text), limits.max_stop_chars, "characters")
@@ -95,8 +95,8 @@ def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, f
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
     if size > tokens * longest:
         raise RequestError(
-            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
-            f"most {longest} bytes each.",
+            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at most "
+            f"{longest} bytes each. Shorten it.",
             field,
             code="context_length_exceeded",
         )
@@ -128,7 +128,7 @@ def longest_answer(
     if prompt_tokens > most_prompt:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens, but this server accepts at most "
-            f"{most_prompt}.",
+            f"{most_prompt}. Shorten the prompt.",
             code="context_length_exceeded",
         )
     space = limit if apart else limit - prompt_tokens
@@ -201,7 +201,8 @@ def _sampling(body: Writing) -> dict[str, Any]:
         "top_p": body.top_p,
         "min_p": body.min_p,
         "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "seed": None if body.seed is None else body.seed % (1 << 63),
+        # vLLM and llama.cpp choose a random seed for -1.
+        "seed": None if body.seed in (None, -1) else body.seed % (1 << 63),
     }
 
 
@@ -293,6 +294,8 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     try:
         if outputs.json_schema is not None:
             constraints[f"{name}.json"] = Constraint.json_schema(outputs.json_schema)
+        if outputs.json_object:
+            constraints[f"{name}.json_object"] = Constraint.json_schema({"type": "object"})
         if outputs.regex is not None:
             constraints[f"{name}.regex"] = Constraint.regex(outputs.regex)
         if outputs.choice is not None:
@@ -302,5 +305,7 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
     except BmforgeError as error:
         raise RequestError(str(error), name, code="invalid_value") from error
     if not constraints:
-        raise RequestError(f"{name} has no constraint. Set json, regex, choice or grammar.", name)
+        raise RequestError(
+            f"{name} has no constraint. Set json, json_object, regex, choice or grammar.", name
+        )
     return constraints

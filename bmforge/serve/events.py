@@ -18,7 +18,7 @@ from bmforge.serve.answers import (
 from bmforge.serve.chat_requests import RunningChat, received_pieces
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.live_requests import LiveRequest
-from bmforge.serve.openai_types import CompletionRequest
+from bmforge.serve.openai_types import CompletionRequest, Writing
 from bmforge.serve.parts import CallStart, GeneratedToolCall, Part, Thought
 from bmforge.serve.serving import Serving
 
@@ -30,13 +30,13 @@ PULSE = b": still there\n\n"
 async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a chat completion."""
     body, head = chat.body, ResponseFields("chat.completion.chunk", chat.body.model, "chatcmpl")
-    no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+    usage = RunningUsage(body, chat.live)
     readings = [chat.reading() for _ in range(body.count)]
     deltas = [Deltas(body.include_reasoning is not False) for _ in range(body.count)]
 
     def part(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return event(head.as_json([{**choice, **more}], **no_usage))
+        return event(head.as_json([{**choice, **more}], **usage.as_json()))
 
     for index in range(body.count):
         yield part(index, {"role": "assistant", "content": ""})
@@ -46,6 +46,7 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
                 yield PULSE
                 continue
             piece = item[1]
+            usage.new_tokens += len(piece.ids)
             index, reading = piece.index, readings[piece.index]
             extra: dict[str, Any] = {}
             if piece.logprobs:
@@ -63,8 +64,33 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
         yield event(error_body(error))
         return
     if body.wants_usage:
-        yield event(head.as_json([], usage=usage_of(chat.live.completions())))
+        yield event(head.as_json([], usage=usage_of(chat.live.completions(), chat.span)))
     yield DONE
+
+
+class RunningUsage:
+    """Token usage in the chunks of a stream.
+
+    Args:
+        body: request body.
+        live: running engine request.
+
+    Attributes:
+        new_tokens: number of generated tokens in the chunks so far.
+    """
+
+    def __init__(self, body: Writing, live: LiveRequest) -> None:
+        self._body, self._prompt_tokens, self.new_tokens = body, live.prompt_tokens, 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the field `usage` of a chunk; null unless `continuous_usage_stats` is set."""
+        if not self._body.wants_usage:
+            return {}
+        if not self._body.wants_running_usage:
+            return {"usage": None}
+        new, prompt = self.new_tokens, self._prompt_tokens
+        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {"usage": counts}
 
 
 class Deltas:
@@ -96,7 +122,7 @@ async def text_events(
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of text completions."""
     head = ResponseFields("text_completion", body.model, "cmpl")
-    no_usage: dict[str, Any] = {"usage": None} if body.wants_usage else {}
+    usage = RunningUsage(body, live)
     writers: dict[int, TextLogprobs] = {}
     try:
         async for item in received_pieces(serving, live):
@@ -104,6 +130,7 @@ async def text_events(
                 yield PULSE
                 continue
             number, piece = item
+            usage.new_tokens += len(piece.ids)
             index, logprobs = number * body.count + piece.index, None
             if body.logprobs is not None and piece.logprobs:
                 logprobs = writers.setdefault(index, TextLogprobs()).write(piece.logprobs)
@@ -115,7 +142,7 @@ async def text_events(
                 "finish_reason": None if reason is None else finish_name(reason),
             }
             if piece.text or logprobs or reason:
-                yield event(head.as_json([choice], **no_usage))
+                yield event(head.as_json([choice], **usage.as_json()))
     except RequestError as error:
         yield event(error_body(error))
         return

@@ -18,7 +18,7 @@ from bmforge.serve.openai_types import (
     DocumentsRequest,
     EmbeddingRequest,
 )
-from bmforge.serve.responses_types import ResponsesRequest
+from bmforge.serve.responses_types import InputTokensRequest, ResponsesRequest
 from bmforge.serve.scores import DetokenizeRequest, RerankRequest, ScoreRequest, TokenizeRequest
 
 __all__ = ["ENDPOINTS", "Treatment", "treatment_of"]
@@ -29,6 +29,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": InputTokensRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/embeddings": EmbeddingRequest,

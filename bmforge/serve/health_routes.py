@@ -1,4 +1,4 @@
-"""Routes for models, health and metrics."""
+"""Routes for models, health, metrics and the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -63,3 +63,9 @@ async def metrics(request: Request) -> Response:
     status = await run_in_threadpool(serving.engine.requests_status)
     content, kind = serving.metrics.write(status, serving.admission.count)
     return Response(content, media_type=kind)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """Return the OpenAPI schema, which takes half a second to build for the first request."""
+    return JSONResponse(await run_in_threadpool(request.app.openapi))

@@ -20,7 +20,7 @@ from bmforge.serve.metrics import TokenTimes
 __all__ = ["GoneError", "LiveRequest", "LiveRequests", "unless_gone"]
 
 T = TypeVar("T")
-_PULSE_S = 10.0
+_PING_S = 10
 
 
 class GoneError(Exception):
@@ -36,10 +36,12 @@ class LiveRequest:
             request ends.
         prompt_tokens: number of tokens of all prompts.
         times: recorder of token arrival times, if any.
-        key: name of the client's key; "" without keys.
+        key: name of the client's API key; "" without keys.
 
     Attributes:
         is_read: True if the client has received everything.
+        ping_s: interval of the pings of a silent stream in seconds; None for the default, -1 for
+            none.
         new_tokens: number of tokens generated so far, of all answers.
     """
 
@@ -53,11 +55,13 @@ class LiveRequest:
     ) -> None:
         self.handles, self.is_read = handles, False
         self.key, self._times = key, times
+        self.ping_s: int | None = None
         self.prompt_tokens, self.new_tokens = prompt_tokens, 0
         self._most, self._unread = max_unread_bytes, 0
         self._pieces: deque[tuple[int, OutputDelta]] = deque()
         self._error: RequestError | None = None
         self._came = asyncio.Event()
+        self._when_done: Callable[[], object] | None = None
         loop = asyncio.get_running_loop()
         for number, handle in enumerate(handles):
             handle.watch(partial(self._wake, loop, number))
@@ -87,6 +91,17 @@ class LiveRequest:
                 "the client did not read the answer fast enough.", status=408
             )
         self._came.set()
+        self._check_done()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call a function on the event loop once the engine has finished all answers."""
+        self._when_done = call
+        self._check_done()
+
+    def _check_done(self) -> None:
+        if self._when_done is not None and self.done:
+            call, self._when_done = self._when_done, None
+            call()
 
     @property
     def done(self) -> bool:
@@ -104,6 +119,7 @@ class LiveRequest:
         Raises:
             RequestError: the engine failed, or the client reads too slowly.
         """
+        interval = {-1: None, None: _PING_S}.get(self.ping_s, self.ping_s)
         while True:
             while self._pieces:
                 number, piece = self._pieces.popleft()
@@ -120,7 +136,7 @@ class LiveRequest:
                 continue
             self._came.clear()
             try:
-                await asyncio.wait_for(self._came.wait(), _PULSE_S)
+                await asyncio.wait_for(self._came.wait(), interval)
             except TimeoutError:
                 yield None
 

@@ -19,7 +19,8 @@ __all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
     """Add the fields of `neutral_fields` to the JSON schema of a request type."""
     for name, field in model.neutral_fields.items():
-        schema["properties"][name] = {"enum": [*field.values, None], "description": field.reason}
+        values = {} if field.is_hint else {"enum": [*field.values, *field.idle_values, None]}
+        schema["properties"][name] = {**values, "description": field.reason}
 
 
 class Strict(BaseModel):
@@ -41,7 +42,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, value: Any) -> Any:
-        """Remove neutral fields, and raise an error for other values and misspelled names.
+        """Remove fields with neutral values; refuse their other values and misspelled field names.
 
         Pydantic reports other unknown fields.
         """
@@ -50,7 +51,7 @@ class Strict(BaseModel):
         neutral = cls.neutral_fields.keys() & value.keys()
         for name in sorted(neutral):
             field = cls.neutral_fields[name]
-            if not field.accepts(value[name]):
+            if not field.accepts(value[name], value):
                 context = {"field": name, "allowed": field.allowed, "reason": field.reason}
                 raise PydanticCustomError("neutral_field", "not neutral", context)
         value = {name: item for name, item in value.items() if name not in neutral}
@@ -81,6 +82,7 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: None = None  # vLLM
 
 
 class Tool(Strict):
@@ -88,6 +90,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    defer_loading: None = None
 
 
 class FunctionName(Strict):
@@ -164,7 +167,7 @@ class Message(SentBack):
 
     @model_validator(mode="after")
     def _fits(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role != "assistant":
             raise ValueError(f"content is required in a message with the role {self.role}.")
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("tool_calls is allowed only with the role assistant.")
@@ -181,18 +184,31 @@ class Message(SentBack):
 
         The template receives an image as a part of the type ``image``, without its data.
         """
-        unread = {"reasoning", "refusal", "annotations", "audio", "function_call", "parsed"}
+        unread = {
+            "reasoning_content",
+            "reasoning",
+            "refusal",
+            "annotations",
+            "audio",
+            "function_call",
+            "parsed",
+        }
         fields = self.model_dump(exclude_none=True, exclude=unread)
         if self.images:
             image = {"type": "image"}
             parts = fields["content"]
             fields["content"] = [p if p["type"] == "text" else image for p in parts]
-        thoughts = self.reasoning_content or self.reasoning
-        return fields if thoughts is None else {**fields, "reasoning_content": thoughts}
+        fields.setdefault("content", "")
+        return {**fields, "reasoning_content": self.thoughts} if self.thoughts else fields
+
+    @property
+    def thoughts(self) -> str:
+        """Reasoning of the message; "" without reasoning."""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def text(self) -> str:
-        """Content of the message as a single text."""
+        """Content of the message as a single string."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content if isinstance(part, TextPart))

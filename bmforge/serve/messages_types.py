@@ -9,6 +9,7 @@ from pydantic import Field
 
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
+from bmforge.serve.neutral_fields import MESSAGES_FIELDS
 from bmforge.serve.openai_types import ChatRequest, make_chat
 
 __all__ = ["CountRequest", "MessagesRequest", "messages_chat"]
@@ -127,6 +128,7 @@ class OutputConfig(Strict):
 class CountRequest(Strict):
     """Request to count the tokens of a conversation."""
 
+    neutral_fields = MESSAGES_FIELDS
     model: str
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)] = Field(min_length=1)
     system: str | list[TextBlock] | None = None
@@ -201,12 +203,13 @@ def _output(body: CountRequest) -> dict[str, Any]:
     """
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:
-        raise RequestError("output_format and output_config.format cannot be used together.",
+        raise RequestError(
+            "output_format and output_config.format cannot be used together. Keep one of them.",
                            "output_format")  # fmt: skip
     form = config.format or body.output_format
     fields: dict[str, Any] = {}
     if config.effort is not None:
-        fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
+        fields["reasoning_effort"] = config.effort
     if form is not None:
         schema = {"name": "answer", "schema": form.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

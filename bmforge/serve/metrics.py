@@ -85,18 +85,30 @@ class Metrics:
         self._queue.observe(seconds)
 
     def note_tokens(self, key: str, **counts: int) -> None:
-        """Count tokens by kind (prompt, cached, new), in total and per key."""
+        """Count tokens by kind (prompt, cached, new), in total and per API key."""
         for kind, count in counts.items():
             self._tokens.labels(kind).inc(count)
             self._by_key.labels(key[:_KEY_DIGITS] or "none", kind).inc(count)
 
-    def note_answers(self, completions: Sequence[Sequence[Completion]], key: str = "") -> None:
-        """Count the tokens and finish reasons of answers."""
+    def note_answers(
+        self,
+        completions: Sequence[Sequence[Completion]],
+        key: str = "",
+        cancelled: str = "cancelled",
+    ) -> None:
+        """Count the tokens and finish reasons of answers.
+
+        Args:
+            completions: answers per prompt.
+            key: name of the client's key; "" without keys.
+            cancelled: reason that is counted for cancelled answers.
+        """
         for answers in completions:
             first, new = answers[0], sum(len(answer.ids) for answer in answers)
             self.note_tokens(key, prompt=first.prompt_tokens, cached=first.cached_tokens, new=new)
             for answer in answers:
-                self._ends.labels(answer.finish_reason).inc()
+                reason = answer.finish_reason
+                self._ends.labels(cancelled if reason == "cancelled" else reason).inc()
 
     def note_left(self, prompt_tokens: int = 0, new_tokens: int = 0, key: str = "") -> None:
         """Count a request whose client has disconnected, and the tokens computed for it."""

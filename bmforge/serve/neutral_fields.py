@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 __all__ = [
     "CHAT_FIELDS",
     "COMPLETION_FIELDS",
+    "MESSAGES_FIELDS",
+    "POOLING_FIELDS",
     "RESPONSES_FIELDS",
+    "TOKENIZE_FIELDS",
     "WRITING_FIELDS",
     "NeutralField",
     "NeutralFields",
@@ -28,25 +31,46 @@ class NeutralField(NamedTuple):
     Attributes:
         reason: clause that says why other values are refused, with advice.
         values: accepted values; null is always accepted.
+        idle_values: further values, which are accepted in requests without penalties.
+        is_hint: True if every value is accepted, because none can change the response.
     """
 
     reason: str
     values: tuple[Any, ...] = ()
+    idle_values: tuple[Any, ...] = ()
+    is_hint: bool = False
 
-    def accepts(self, value: Any) -> bool:
-        """Return True if the value has no effect; true and false are not the numbers 1 and 0."""
-        return value is None or any(
-            value == item and isinstance(value, bool) == isinstance(item, bool)
-            for item in self.values
+    def accepts(self, value: Any, body: Mapping[str, Any]) -> bool:
+        """Return True if the value has no effect; true and false are not the numbers 1 and 0.
+
+        Args:
+            value: value of the field.
+            body: all fields of the request.
+        """
+        is_idle = all(body.get(name) in (None, off) for name, off in _PENALTIES_OFF.items())
+        values = (*self.values, *(self.idle_values if is_idle else ()))
+        return (
+            self.is_hint
+            or value is None
+            or any(v == value and isinstance(v, bool) == isinstance(value, bool) for v in values)
         )
 
     @property
     def allowed(self) -> str:
         """Accepted values as JSON, such as ``false or null``."""
-        return " or ".join(json.dumps(value) for value in (*self.values, None))
+        allowed = " or ".join(json.dumps(value) for value in (*self.values, None))
+        idle = " or ".join(json.dumps(value) for value in self.idle_values)
+        return f"{allowed}, or {idle} without penalties" if idle else allowed
 
 
 NeutralFields = Mapping[str, NeutralField]
+_PENALTIES_OFF = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+
+
+def _hints(reason: str, *names: str) -> dict[str, NeutralField]:
+    """Return fields whose values cannot change the response, for the same reason."""
+    return {name: NeutralField(reason, is_hint=True) for name in names}
+
 
 _SAMPLERS = "the samplers are temperature, top_k, top_p and min_p. Use one of these"
 _PENALTIES = "repetition is penalized by repetition_penalty, presence_penalty and frequency_penalty"
@@ -59,6 +83,7 @@ _TRANSFER = "KV caches are not transferred between servers"
 _IMAGES = "the model's own processor settings are used for images"
 _EXPERTS = "the experts of a token are not returned"
 _RENDERING = "it applies only to vLLM's endpoints that render prompts"
+_BUDGET = "the length of the reasoning is limited by another field. Use thinking_token_budget"
 _SPLITTING = "reasoning is returned separately for models with reasoning. Use include_reasoning"
 _UNSTORED = "responses are not stored. Send the whole conversation in each request"
 
@@ -72,8 +97,8 @@ WRITING_FIELDS: dict[str, NeutralField] = {
         "the tokenizer decides where spaces are", (True,)
     ),
     "use_beam_search": NeutralField("answers are sampled, without beam search", (False,)),
-    "length_penalty": NeutralField("it applies only to beam search", (1,)),
-    "early_stopping": NeutralField("it applies only to beam search", (False,)),
+    "length_penalty": NeutralField("it applies only to beam search", is_hint=True),
+    "early_stopping": NeutralField("it applies only to beam search", is_hint=True),
     "truncate_prompt_tokens": NeutralField(_CONTEXT),
     "truncation_side": NeutralField(_CONTEXT),
     "allowed_token_ids": NeutralField("the vocabulary is not restricted. Use logit_bias"),
@@ -118,24 +143,39 @@ WRITING_FIELDS: dict[str, NeutralField] = {
     "typ_p": NeutralField(_SAMPLERS, (1,)),
     "top_n_sigma": NeutralField(_SAMPLERS, (-1,)),
     "xtc_probability": NeutralField(_SAMPLERS, (0,)),
-    "xtc_threshold": NeutralField(_SAMPLERS, (0.1,)),
     "dynatemp_range": NeutralField(_SAMPLERS, (0,)),
-    "dynatemp_exponent": NeutralField(_SAMPLERS, (1,)),
     "mirostat": NeutralField(_SAMPLERS, (0,)),
-    "mirostat_tau": NeutralField(_SAMPLERS, (5,)),
-    "mirostat_eta": NeutralField(_SAMPLERS, (0.1,)),
     "repeat_penalty": NeutralField(_PENALTIES, (1,)),
     "repeat_last_n": NeutralField(
-        "penalties apply to all tokens, not only to the last ones", (-1,)
+        "penalties apply to all tokens, not only to the last ones", (-1,), (0, 64)
     ),
     "dry_multiplier": NeutralField(_PENALTIES, (0,)),
-    "dry_base": NeutralField(_PENALTIES, (1.75,)),
-    "dry_allowed_length": NeutralField(_PENALTIES, (2,)),
-    "dry_penalty_last_n": NeutralField(_PENALTIES, (-1,)),
-    "dry_sequence_breakers": NeutralField(_PENALTIES, (["\n", ":", '"', "*"],)),
+    "adaptive_target": NeutralField(_SAMPLERS, (-1,)),
     "grammar": NeutralField(_CONSTRAINT, ("",)),
+    "grammar_lazy": NeutralField(_CONSTRAINT, (False,)),
+    "grammar_triggers": NeutralField(_CONSTRAINT, ([],)),
+    "preserved_tokens": NeutralField("set skip_special_tokens=false to see all tokens", ([],)),
     "json_schema": NeutralField(_CONSTRAINT),
     "lora": NeutralField("an adapter is selected by its name in the field model", ([],)),
+    "reasoning_budget_tokens": NeutralField(_BUDGET, (-1,)),
+    **_hints("mirostat is off", "mirostat_tau", "mirostat_eta"),
+    **_hints("xtc_probability is 0", "xtc_threshold"),
+    **_hints("dynatemp_range is 0", "dynatemp_exponent"),
+    **_hints("adaptive_target is off", "adaptive_decay"),
+    **_hints(
+        "dry_multiplier is 0",
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    ),
+    **_hints(
+        "speculative decoding does not change answers",
+        *(f"speculative.{name}" for name in ("n_min", "n_max", "p_min", "type")),
+        *(f"speculative.ngram_{name}" for name in ("size_n", "size_m", "m_hits")),
+    ),
+    **_hints(
+        "reasoning_budget_tokens is off",
+        *(f"reasoning_budget_{name}" for name in ("start_tag", "end_tag", "message")),
+        "reasoning_budget_arm_immediately",
+    ),
 }
 
 CHAT_FIELDS: dict[str, NeutralField] = {
@@ -163,6 +203,11 @@ CHAT_FIELDS: dict[str, NeutralField] = {
     "reasoning_format": NeutralField(_SPLITTING, ("auto",)),
     "reasoning_in_content": NeutralField(_SPLITTING, (False,)),
     "thinking_forced_open": NeutralField("the chat template opens the reasoning", (False,)),
+    "reasoning_control": NeutralField("running requests cannot be changed", (False,)),
+    "thinking_budget_tokens": NeutralField(_BUDGET, (-1,)),
+    "chat_format": NeutralField("the chat template determines the format of tool calls"),
+    "chat_parser": NeutralField("the chat template determines the format of tool calls"),
+    "parse_tool_calls": NeutralField("tool calls are parsed if tools are given", (True,)),
 }
 
 COMPLETION_FIELDS: dict[str, NeutralField] = {
@@ -185,6 +230,8 @@ RESPONSES_FIELDS: dict[str, NeutralField] = {
     "max_tool_calls": NeutralField("the client executes the tools"),
     "prompt": NeutralField("prompts are not stored. Use instructions and input"),
     "moderation": NeutralField("answers are not moderated"),
+    "image": NeutralField("answers are texts"),
+    "access_programs": NeutralField("the server has no access programs"),
     # vLLM
     **{
         name: WRITING_FIELDS[name]
@@ -194,4 +241,40 @@ RESPONSES_FIELDS: dict[str, NeutralField] = {
     "enable_response_messages": NeutralField("the messages are not returned", (False,)),
     "previous_input_messages": NeutralField(_UNSTORED),
     "previous_response": NeutralField(_UNSTORED),
+}
+
+# Fields of embeddings, scores and rankings.
+POOLING_FIELDS: dict[str, NeutralField] = {
+    # vLLM
+    "truncate_prompt_tokens": NeutralField(_CONTEXT),
+    "truncation_side": NeutralField(_CONTEXT),
+    "padding": NeutralField("texts are not padded", ("do_not_pad",)),
+    "use_activation": NeutralField(
+        "embeddings are normalized, and scores of cross-encoders are between 0 and 1", (True,)
+    ),
+    "add_special_tokens": NeutralField("the model family determines the special tokens", (True,)),
+    "embed_dtype": NeutralField("base64 contains numbers of 32 bits", ("float32",)),
+    "endianness": NeutralField("base64 contains little-endian numbers", ("little", "native")),
+    "priority": WRITING_FIELDS["priority"],
+    "mm_processor_kwargs": NeutralField(_IMAGES),
+    **_hints("it is an identifier", "request_id"),
+    **_hints("embeddings are computed without the prefix cache", "cache_salt"),
+    # llama.cpp
+    "embd_normalize": NeutralField("embeddings have an Euclidean norm of 1", (2,)),
+}
+
+TOKENIZE_FIELDS: dict[str, NeutralField] = {
+    name: CHAT_FIELDS[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
+}
+
+# Fields of Anthropic's messages.
+MESSAGES_FIELDS: dict[str, NeutralField] = {
+    "container": NeutralField("the client executes the tools"),
+    "mcp_servers": NeutralField("the client executes the tools", ([],)),
+    "context_management": NeutralField(_CONTEXT),
+    "compaction": NeutralField(_CONTEXT),
+    "diagnostics": NeutralField("metrics are reported for the whole server, in /metrics"),
+    "inference_geo": NeutralField("the server has one location"),
+    "speed": NeutralField("all requests run at the same speed", ("standard",)),
+    **_hints("it is an identifier", "user_profile_id", "workspace_id"),
 }

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from bmforge.serve.errors import RequestError, explain_types
 from bmforge.serve.message_types import Message, Strict, Tool, ToolChoice
-from bmforge.serve.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from bmforge.serve.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS, POOLING_FIELDS
 
 __all__ = [
     "ChatRequest",
@@ -24,6 +24,7 @@ __all__ = [
     "ResponseFormat",
     "StreamOptions",
     "StructuredOutputs",
+    "VLLMSampling",
     "Writing",
     "make_chat",
 ]
@@ -34,14 +35,16 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 # fail_fast: report only the first error of a list, which may have a hundred thousand errors.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Inputs = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
 
 
 class StreamOptions(Strict):
     """Options of streaming."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM
 
 
 class StructuredOutputs(Strict):
@@ -50,7 +53,13 @@ class StructuredOutputs(Strict):
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    # vLLM's options.
+    disable_any_whitespace: bool | None = None  # whitespace is fixed
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
 
 
 class JsonSchema(Strict):
@@ -77,38 +86,43 @@ class ResponseFormat(Strict):
         return self
 
 
-class Writing(Strict):
+class VLLMSampling(Strict):
+    """vLLM's sampling parameters, common to chat and text completions and to responses."""
+
+    seed: int | None = None
+    stop: str | Texts | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    top_k: int | None = Field(None, ge=-1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    structured_outputs: StructuredOutputs | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+
+
+class Writing(VLLMSampling):
     """Fields common to chat and text completions."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1)
-    stop: str | Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Sampling parameters.
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: Share | None = None
-    seed: int | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    # vLLM's sampling parameters.
-    top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
     min_tokens: int | None = Field(None, ge=0)
     bad_words: Texts | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     stop_token_ids: Ids | None = None
-    cache_salt: str | None = Field(None, max_length=256)
     response_format: ResponseFormat | None = None
+    sse_ping_interval: int | None = Field(None, ge=-1)  # llama.cpp
     # Accepted and ignored.
     user: str | None = None
     request_id: str | None = None  # vLLM
@@ -150,7 +164,9 @@ class Writing(Strict):
         guided = {name: rule for name, rule in rules.items() if rule is not None}
         if guided and self.structured_outputs is not None:
             name = f"guided_{next(iter(guided))}"
-            raise RequestError(f"{name} and structured_outputs cannot be used together.", name)
+            raise RequestError(
+                f"{name} and structured_outputs cannot be used together. Keep one of them.", name
+            )
         return StructuredOutputs(**guided) if guided else self.structured_outputs
 
     @property
@@ -161,7 +177,13 @@ class Writing(Strict):
     @property
     def wants_usage(self) -> bool:
         """True if a stream ends with the token usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """True if every chunk of a stream contains the token usage so far."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 class ChatRequest(Writing):
@@ -185,10 +207,10 @@ class ChatRequest(Writing):
     prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     # Reasoning.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = Field(None, ge=1)
+    thinking_token_budget: int | None = Field(None, ge=-1)  # -1: no limit, as in vLLM
     # vLLM's arguments of the chat template.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -253,7 +275,7 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
 
 
 class CompletionRequest(Writing):
-    """Request for text completions of texts or token ids."""
+    """Request to complete prompts, which are strings or lists of token ids."""
 
     neutral_fields = COMPLETION_FIELDS
     prompt: Inputs
@@ -287,6 +309,7 @@ class CompletionRequest(Writing):
 class EmbeddingRequest(Strict):
     """Request for embeddings of texts or token ids."""
 
+    neutral_fields = POOLING_FIELDS
     model: str
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
@@ -316,7 +339,7 @@ class DocumentsRequest(Strict):
 
 
 def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
-    """Return a list of the inputs (texts or lists of ids), also for a single input.
+    """Return a list of the inputs (strings or lists of token ids), also for a single input.
 
     Raises:
         RequestError: no input is given, or an input is empty.
@@ -325,5 +348,5 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     if items and isinstance(items[0], int):
         items = [items]
     if not items or not all(items):
-        raise RequestError(f"{name} is empty or contains an empty text.", name)
+        raise RequestError(f"{name} is empty or contains an empty string.", name)
     return items

@@ -12,26 +12,31 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from bmforge.serve.answers import event, usage_of
-from bmforge.serve.chat_requests import RunningChat, open_chat
+from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, error_body, renaming_fields
 from bmforge.serve.events import PULSE
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
+from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallPiece, CallStart, Part, Thought
-from bmforge.serve.responses_types import ResponsesRequest, responses_chat
+from bmforge.serve.responses_types import InputTokensRequest, ResponsesRequest, responses_chat
 from bmforge.serve.serving import serving_of
 
 __all__ = ["Items", "router"]
 
 router = APIRouter(route_class=StrictRoute)
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 
 
 @router.post("/v1/responses")
 async def respond(body: ResponsesRequest, request: Request) -> Response:
     """Handle a request to ``/v1/responses``."""
-    # In a thread, since a conversation may be long.
-    converted = await serving_of(request).tokenize(partial(responses_chat, body))
-    with renaming_fields({"messages": "input"}):
-        chat = await open_chat(converted, request)
+    with renaming_fields(_NAMES):
+        chat = await open_chat(await _convert(body, request), request)
     head = _head(body)
     if body.stream:
         return EventStream(_events(chat, head), chat.stack.close)
@@ -45,6 +50,19 @@ async def respond(body: ResponsesRequest, request: Request) -> Response:
     for _ in items.close(answer.finish_reason == "stop"):
         pass
     return JSONResponse(_finished(head, chat, items, answer.finish_reason))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_tokens(body: InputTokensRequest, request: Request) -> Response:
+    """Count the tokens of a conversation."""
+    with renaming_fields(_NAMES):
+        prompt = await read_prompt(await _convert(body, request), request)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def _convert(body: InputTokensRequest, request: Request) -> ChatRequest:
+    """Convert the request to a chat request in a thread, since a conversation may be long."""
+    return await serving_of(request).tokenize(partial(responses_chat, body))
 
 
 def _head(body: ResponsesRequest) -> dict[str, Any]:
@@ -80,7 +98,8 @@ def _head(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str) -> dict[str, Any]:
-    usage = usage_of(chat.live.completions())
+    usage = usage_of(chat.live.completions(), chat.span)
+    thoughts = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     is_whole = reason == "stop"
     return head | {
         "status": "completed" if is_whole else "incomplete",
@@ -90,7 +109,7 @@ def _finished(head: dict[str, Any], chat: RunningChat, items: Items, reason: str
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": thoughts,
             "total_tokens": usage["total_tokens"],
         },
     }

@@ -10,9 +10,9 @@ from pydantic import Field
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
 from bmforge.serve.neutral_fields import RESPONSES_FIELDS
-from bmforge.serve.openai_types import ChatRequest, make_chat
+from bmforge.serve.openai_types import ChatRequest, Effort, VLLMSampling, make_chat
 
-__all__ = ["ResponsesRequest", "responses_chat"]
+__all__ = ["InputTokensRequest", "ResponsesRequest", "responses_chat"]
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -96,6 +96,9 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: None = None
+    allowed_callers: None = None
+    output_schema: None = None
 
 
 class NamedTool(Strict):
@@ -125,7 +128,9 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """Options of the model's reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -136,23 +141,28 @@ class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Strict):
-    """Request for a response."""
+class InputTokensRequest(Strict):
+    """Request to count the tokens of a conversation."""
 
     neutral_fields = RESPONSES_FIELDS
     model: str
     input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    stream: bool | None = None
-    stream_options: ResponsesStreamOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
+
+
+class ResponsesRequest(InputTokensRequest, VLLMSampling):
+    """Request for a response."""
+
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
     # Accepted and ignored, because nothing is stored.
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -166,7 +176,7 @@ class ResponsesRequest(Strict):
     include: list[Literal["reasoning.encrypted_content"]] | None = None
 
 
-def responses_chat(body: ResponsesRequest) -> ChatRequest:
+def responses_chat(body: InputTokensRequest) -> ChatRequest:
     """Convert a responses request to a chat request.
 
     Raises:
@@ -180,20 +190,26 @@ def responses_chat(body: ResponsesRequest) -> ChatRequest:
         assert not isinstance(item, str)
         _add(messages, item)
     if not messages or not body.input:
-        raise RequestError("input is empty (needed: a text, or at least one item).", "input")
+        raise RequestError(
+            "input is empty (needed: a non-empty string, or a list of at least one item).", "input"
+        )
     fields: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
         "tools": _tools(body),
         "tool_choice": _choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
+    if isinstance(body, ResponsesRequest):
+        fields |= {
+            "max_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "stream": body.stream,
+            **body.model_dump(include=set(VLLMSampling.model_fields), by_alias=True),
+        }
     return make_chat({name: value for name, value in fields.items() if value is not None})
 
 
@@ -220,7 +236,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _content(content: Content) -> str | list[dict[str, Any]]:
-    """Return a text, or the parts of a chat message if there are images."""
+    """Return the content as a string, or as the parts of a chat message if it has images."""
     if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
         return _text(content)
     return [
@@ -238,19 +254,19 @@ def _text(content: str | Sequence[InputText | InputImage]) -> str:
     return "".join(part.text or part.refusal or "" for part in texts)
 
 
-def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+def _tools(body: InputTokensRequest) -> list[dict[str, Any]] | None:
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools or ()]
     return [{"type": "function", "function": tool} for tool in tools] or None
 
 
-def _choice(body: ResponsesRequest) -> Any:
+def _choice(body: InputTokensRequest) -> Any:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         return {"type": "function", "function": {"name": choice.name}}
     return choice if body.tools else None
 
 
-def _format(body: ResponsesRequest) -> dict[str, Any] | None:
+def _format(body: InputTokensRequest) -> dict[str, Any] | None:
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None

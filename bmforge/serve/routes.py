@@ -54,7 +54,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         return Response(status_code=GONE)
     choices = [chat_choice(answer, chat.message(answer), body) for answer in answers]
     head = ResponseFields("chat.completion", body.model, "chatcmpl")
-    return JSONResponse(head.as_json(choices, usage=usage_of([answers])))
+    return JSONResponse(head.as_json(choices, usage=usage_of([answers], chat.span)))
 
 
 @router.post("/v1/completions")
@@ -74,7 +74,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
         rows = await serving.tokenize(partial(_encode, body, serving.engine.tokenizer))
         engine_requests = await _ask(body, request, served.delta, rule, rows)
         live = await start(serving, engine_requests, sum(map(len, rows)), begin)
-        live.key = key_of(request)
+        live.key, live.ping_s = key_of(request), body.sse_ping_interval
         stack.callback(serving.end, live)
         if body.stream:
             return EventStream(text_events(serving, live, body), stack.pop_all().close)

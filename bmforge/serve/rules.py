@@ -93,7 +93,7 @@ class RuleChecker:
                 remaining += item
 
     async def _compile(self, rule: Constraint, client: str) -> str | None:
-        """Compile a constraint in a process with limits; return an error message, or None."""
+        """Compile a constraint in a limited process; return the error message, or None if valid."""
         limits = self._limits
         try:
             own_turn = self._client_turns.setdefault(client, asyncio.Lock())

@@ -20,37 +20,48 @@ from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.live_requests import GoneError
 from bmforge.serve.message_types import Message, Strict, Tool
+from bmforge.serve.neutral_fields import POOLING_FIELDS, TOKENIZE_FIELDS
 from bmforge.serve.openai_types import ChatRequest, Ids, Texts, make_chat
 from bmforge.serve.serving import Serving, serving_of
 
 __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute)
+# Fields of /tokenize that apply only to conversations.
+_OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
 class TokenizeRequest(Strict):
     """Request for the token ids of a text or of a conversation."""
 
+    neutral_fields = TOKENIZE_FIELDS
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("exactly one of prompt and messages is required.")
+        used = [name for name in _OF_CHATS if getattr(self, name) is not None]
+        if self.messages is None and used:
+            raise ValueError(f"{used[0]} has no effect on a prompt. Send messages.")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens has no effect on messages, because the chat template adds the "
+                "special tokens. Leave it out."
+            )
         return self
 
     def as_chat(self, model: str) -> ChatRequest:
         """Convert the conversation to a chat request, to tokenize its prompt."""
-        names = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        fields = self.model_dump(include={"messages", *names}, exclude_none=True)
+        fields = self.model_dump(include={"messages", *_OF_CHATS}, exclude_none=True)
         if self.tools:  # so that tools are part of the prompt with every template
             fields["tool_choice"] = "auto"
         return make_chat({"model": model, **fields})
@@ -66,6 +77,7 @@ class DetokenizeRequest(Strict):
 class ScoreRequest(Strict):
     """Request for the similarity of text pairs: one text with several others, or pair by pair."""
 
+    neutral_fields = POOLING_FIELDS
     model: str
     text_1: str | Texts
     text_2: str | Texts
@@ -81,10 +93,11 @@ class RankedText(Strict):
 class RerankRequest(Strict):
     """Request to sort documents by their similarity to a query."""
 
+    neutral_fields = POOLING_FIELDS
     model: str
     query: str = Field(min_length=1)
     documents: Annotated[list[str | RankedText], Field(fail_fast=True)] = Field(min_length=1)
-    top_n: int | None = Field(None, ge=1)
+    top_n: int | None = Field(None, ge=0)  # 0: all, as in vLLM
     return_documents: bool = True
     max_tokens_per_doc: None = None
     user: str | None = None
@@ -102,7 +115,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     else:
         text = body.prompt or ""
         check_size([text], serving.engine, serving.config.limits, "prompt")
-        encode = tokenizer.encode_prompt if body.add_special_tokens else tokenizer.encode
+        is_plain = body.add_special_tokens is False
+        encode = tokenizer.encode if is_plain else tokenizer.encode_prompt
         ids = await serving.tokenize(partial(encode, text))
     result: dict[str, Any] = {"count": len(ids), "max_model_len": row_tokens(serving.engine)}
     texts = [tokenizer.decode([id]) for id in ids] if body.return_token_strs else None
@@ -174,7 +188,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     if result is None:
         return Response(status_code=GONE)
     scores, tokens = result
-    order = sorted(range(len(texts)), key=lambda number: -scores[number])[: body.top_n]
+    order = sorted(range(len(texts)), key=lambda number: -scores[number])[: body.top_n or None]
     results = []
     for number in order:
         document = {"document": {"text": texts[number]}} if body.return_documents else {}
@@ -203,7 +217,7 @@ async def _compare(
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(
-            f"{field} contains an empty text. Remove it.", field, code="invalid_value"
+            f"{field} contains an empty string. Remove it.", field, code="invalid_value"
         )
     check_size(texts, engine, config.limits, field)
     is_rated = "pairs" in served.abilities
@@ -237,7 +251,8 @@ def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
     """Raise `RequestError` for a text with more tokens than the server accepts."""
     if max(lengths) > longest:
         raise RequestError(
-            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}.",
+            f"a text has {max(lengths)} tokens, but this server accepts at most {longest}. "
+            "Shorten it.",
             field,
             code="context_length_exceeded",
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -189,9 +190,19 @@ class Serving:
 
     def end(self, live: LiveRequest) -> None:
         """Unregister a request; a running one is cancelled and releases its memory."""
-        if not live.is_read:
-            self.metrics.note_left(live.prompt_tokens, live.new_tokens, live.key)
         self.live.end(live)
+        if not live.is_read:  # the engine finishes its current step
+            live.when_done(partial(self._note_unread, live))
+
+    def _note_unread(self, live: LiveRequest) -> None:
+        """Count the tokens of answers that the client has not read completely."""
+        try:
+            answers = live.completions()
+        except Exception:  # the request failed, and has no completions
+            self.metrics.note_left(live.prompt_tokens, live.new_tokens, live.key)
+            return
+        reason = "cancelled" if self.admission.is_closing else "left"
+        self.metrics.note_answers(answers, live.key, reason)
 
     def find(self, name: str, ability: str | None = None) -> Served:
         """Return the model that a request selects.

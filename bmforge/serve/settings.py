@@ -280,7 +280,7 @@ class ServeConfig:
 
 
 def _is_origin(text: str) -> bool:
-    """Return True if a text is an origin: scheme, host and port, without a path."""
+    """Return True if a string is an origin: scheme, host and port, without a path."""
     parts = urlsplit(text)
     return parts.scheme in ("http", "https") and text == f"{parts.scheme}://{parts.netloc}"
 

@@ -113,8 +113,8 @@ def _refuse_surrogates(value: Any) -> None:
             remaining += item
         elif isinstance(item, str) and _SURROGATE.search(item):
             raise RequestError(
-                "the body contains a text with an unpaired surrogate. Write the character itself, "
-                "or both surrogates."
+                "the body contains a string with an unpaired surrogate. Write the character "
+                "itself, or both surrogates."
             )
 
 

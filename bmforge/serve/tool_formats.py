@@ -27,7 +27,7 @@ class ToolFormat:
 
     Args:
         name: name in `--tool-call-parser`.
-        marks: texts that a chat template of this format contains.
+        marks: strings that a chat template of this format contains.
         open: delimiters before calls; "" if an answer that begins with ``{`` is a call.
         close: delimiter after calls; empty if the answer ends with the calls.
         parse: function (text between the delimiters, schemas of the functions) that returns the
@@ -145,7 +145,7 @@ def _parse_coder(text: str, schemas: Schemas) -> list[GeneratedToolCall] | None:
 def _typed_call(
     name: str, pairs: list[tuple[str, str]], schemas: Schemas
 ) -> list[GeneratedToolCall] | None:
-    """Build a call from text arguments, converted to the types in the function's schema."""
+    """Build a call from arguments given as strings; convert them to the types in the schema."""
     if name not in schemas:
         return None
     properties = (schemas[name] or {}).get("properties", {})

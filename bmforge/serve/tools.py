@@ -64,10 +64,13 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
             code="invalid_value",
         )
     if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError("tools and response_format cannot be used together.", "response_format")
+        raise RequestError(
+            "tools and response_format cannot be used together. Keep one of them.",
+            "response_format",
+        )
     if body.structured_outputs is not None:
         raise RequestError(
-            "tools and structured_outputs cannot be used together.",
+            "tools and structured_outputs cannot be used together. Keep one of them.",
             "structured_outputs",
         )
     if body.tool_choice in (None, "auto"):
@@ -86,7 +89,8 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
         name = body.tool_choice.function.name
         if name not in functions:
             raise RequestError(
-                f"tool_choice names the function {name!r}, which is not in tools.", "tool_choice"
+                f"tool_choice names the function {name!r}, which is not in tools. Add it to tools.",
+                "tool_choice",
             )
         functions = {name: functions[name]}
     begin = f"{form.open[0]}\n" if form is not None and form.is_json else ""

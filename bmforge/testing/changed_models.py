@@ -25,8 +25,8 @@ __all__ = [
     "merge_parts_",
     "resized",
     "run_step_of",
-    "silence_the_rest_",
-    "spread_parts_",
+    "zero_removed_units_",
+    "randomize_parts_",
     "stored_as_int8",
     "value_of",
     "widen",
@@ -109,7 +109,7 @@ def list_parts(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, (LowRank, ExpertsLowRank))]
 
 
-def spread_parts_(model: nn.Module, std: float = 0.1) -> None:
+def randomize_parts_(model: nn.Module, std: float = 0.1) -> None:
     """Set the `up` matrices of the LoRA modules, which are initially zero, to random values."""
     generator = torch.Generator().manual_seed(7)
     for part in list_parts(model):
@@ -162,7 +162,7 @@ def list_stored(model: nn.Module) -> list[tuple[str, Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
+def zero_removed_units_(full_model: nn.Module, narrow: nn.Module) -> None:
     """Set the output projections of heads and MLP units that the narrower model lacks to zero."""
     for name, block in narrow.named_modules():
         if not is_block(block):
@@ -172,7 +172,7 @@ def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
         if new_spec is not None and new_spec.num_heads < old_spec.num_heads:
             for attn in (old.attn, old.cross_attn):
                 if attn is not None:
-                    _silence_heads_(attn.o_proj.weight, new_spec, old_spec)
+                    _zero_removed_heads_(attn.o_proj.weight, new_spec, old_spec)
                     _rescale_(attn.o_proj.weight, new_spec.out_scale, old_spec.out_scale)
         if old.mlp is not None:
             size, experts = block.spec.mlp.intermediate_size, getattr(old.mlp, "experts", None)
@@ -181,7 +181,7 @@ def silence_the_rest_(full_model: nn.Module, narrow: nn.Module) -> None:
             _rescale_(weight, block.spec.mlp.out_scale, old.spec.mlp.out_scale)
 
 
-def _silence_heads_(weight: Tensor, new: Any, old: Any) -> None:
+def _zero_removed_heads_(weight: Tensor, new: Any, old: Any) -> None:
     """Set all columns to zero, except those of the query heads that the narrower model keeps."""
     groups = weight.unflatten(1, (old.num_kv_heads, -1, old.head_dim))
     groups[:, new.num_kv_heads :] = 0

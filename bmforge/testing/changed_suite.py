@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bmforge.infer import generate
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig, init_weights_
 from bmforge.models.changes import freeze_base_
 from bmforge.parallel import Layout
-from bmforge.surgery import find_modules, persistent_tensors
-from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.surgery import persistent_tensors
+from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import (
     change_everything,
@@ -27,36 +25,27 @@ from bmforge.testing.changed_models import (
     list_stored,
     low_rank_everywhere,
     merge_parts_,
+    randomize_parts_,
     resized,
     run_step_of,
-    silence_the_rest_,
-    spread_parts_,
     stored_as_int8,
     value_of,
     widen,
+    zero_removed_units_,
 )
 from bmforge.testing.layouts import check_suite, train_and_save
 from bmforge.testing.pool import run_distributed
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["ChangedSuite"]
 
 
-class ChangedSuite:
+class ChangedSuite(SuiteBase):
     """Tests of models with adapters, pruning or quantization in `config.changes`.
 
     `FamilySuite` inherits this class.
     """
-
-    model_class: ClassVar[type[Model]]
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     @pytest.fixture
     def changed(self, tiny: Model) -> ModelConfig:
@@ -68,7 +57,7 @@ class ChangedSuite:
         return tiny.config.replace(changes=change_everything(tiny))
 
     @capability("low-rank")
-    def test_low_rank_is_the_merged_model(self, tiny: Model) -> None:
+    def test_low_rank_equals_merged_model(self, tiny: Model) -> None:
         """LoRA modules compute the same outputs as merged weights, and matching gradients."""
         model, batch = self._doubled(tiny)
         merged_model = copy.deepcopy(model)
@@ -86,7 +75,7 @@ class ChangedSuite:
             assert_close(got[f"grad/{down}"], scale * value_of(model, up).mT @ grad)
 
     @capability("int8")
-    def test_int8_has_the_bits_of_its_dequantised_twin(self, tiny: Model) -> None:
+    def test_int8_is_bit_identical_to_dequantized(self, tiny: Model) -> None:
         """Loss, logits and gradients with int8 and dequantized weights are bit-identical."""
         model, batch = self._doubled(tiny)
         twin = copy.deepcopy(model)
@@ -99,13 +88,13 @@ class ChangedSuite:
         assert_equal_trees(got, {name: want[name] for name in got})
 
     @capability("resize")
-    def test_resized_is_the_model_with_zeros(self, tiny: Model) -> None:
+    def test_resized_equals_model_with_zeros(self, tiny: Model) -> None:
         """A narrower model has the loss of the full model with zeros in the removed weights."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
         for change in resized(tiny):
             model.change_(change)
-        silence_the_rest_(full_model, model)
+        zero_removed_units_(full_model, model)
         got, want = run_step_of(model, batch), run_step_of(full_model, batch)
         assert_close(got["loss"], want["loss"])
         counted = sum(tensor.numel() for tensor in persistent_tensors(model).values())
@@ -124,7 +113,7 @@ class ChangedSuite:
         after = self.model_class.from_config(tiny.config.replace(changes=tuple(sizes)))
         after.change_(parts).change_(rows)
         assert_equal_trees(after.state_dict(), model.state_dict())
-        spread_parts_(model)
+        randomize_parts_(model)
         model.save_pretrained(tmp_path)
         again = self.model_class.from_pretrained(tmp_path)
         assert again.config == changed
@@ -139,22 +128,14 @@ class ChangedSuite:
     def test_changed_streams(self, changed: ModelConfig) -> None:
         """Blocks with int8 weights and LoRA modules can be streamed, with activations offloaded."""
         model = self.model_class.from_config(changed)
-        spread_parts_(model)
+        randomize_parts_(model)
         freeze_base_(model)
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
-        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            model,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, blocks = stream_all_blocks_(model)
         engine = make_copy_engine(torch.device("cpu"), records=True)
-        units = list(blocks.values())
-        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        apply_activation_offload_(blocks, engine, keep_last=0, smallest_elements=1)
         assert_equal_trees(run_step_of(model, batch), want)
         assert engine.events
         streamer.close()
@@ -172,18 +153,12 @@ class ChangedSuite:
         assert_close(run_step_of(compiled, batch, model), want)
         torch.compiler.reset()
 
-    def write_text(self, model: Any) -> Tensor | None:
-        """Return greedily generated ids; None for a family that does not generate."""
-        if not model.traits.writes:
-            return None
-        return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
-
     @capability("changed: generate")
     def test_changed_generates(self, tiny: Model) -> None:
         """A model with int8 layers and LoRA modules generates the same ids as its merged copy."""
         model = copy.deepcopy(tiny).double()
         model.change_(stored_as_int8(model)).change_(low_rank_everywhere(model))
-        spread_parts_(model, 1.0)
+        randomize_parts_(model, 1.0)
         plain = copy.deepcopy(tiny).double()
         parameters = dict(plain.named_parameters(remove_duplicate=False))
         with torch.no_grad():
@@ -199,7 +174,7 @@ class ChangedSuite:
 
     @pytest.mark.long
     @capability("changed: checkpoint")
-    def test_changed_goes_on_elsewhere(self, changed: ModelConfig, tmp_path: Path) -> None:
+    def test_changed_resumes_on_another_layout(self, changed: ModelConfig, tmp_path: Path) -> None:
         """A checkpoint of two pipeline stages resumes exactly on one process.
 
         Two steps on the pipeline and one step on a single process lead to the same parameters as

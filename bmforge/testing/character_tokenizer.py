@@ -10,7 +10,7 @@ from bmforge.errors import DataError
 from bmforge.tokenizers import CPMBeeTokenizer
 from bmforge.tokenizers.base import Tokenizer
 
-__all__ = ["BEE_MARKS", "LetterTokenizer", "letters_for"]
+__all__ = ["BEE_MARKS", "CharacterTokenizer", "character_tokenizer_for"]
 
 # The first tokens in the vocabularies of CPM-Ant and CPM-Bee.
 BEE_MARKS = (
@@ -23,7 +23,7 @@ _LETTERS = " abcdefghijklmnopqrstuvwxyz.,!?"
 _BLANKS = 4
 
 
-class LetterTokenizer(Tokenizer):
+class CharacterTokenizer(Tokenizer):
     """Tokenizer with one token per lower-case letter, and 43 tokens in total.
 
     Other characters are unknown.
@@ -80,9 +80,9 @@ class LetterTokenizer(Tokenizer):
         return len(self._tokens)
 
 
-def letters_for(model: Any) -> Tokenizer:
+def character_tokenizer_for(model: Any) -> Tokenizer:
     """Return a character tokenizer that fits a model's prompts."""
     if model.traits.objective != "documents":
-        return LetterTokenizer()
+        return CharacterTokenizer()
     marks = "<pad> <unk> <mask> </n> </_> <s> </s> <root> <ans> <option> _ 0"
     return CPMBeeTokenizer([*marks.split(), *_LETTERS[1:]])

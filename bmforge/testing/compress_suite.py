@@ -22,14 +22,13 @@ from bmforge.compress import (
     StructureConfig,
     compress,
 )
-from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Model, ModelConfig
 from bmforge.nn import MoE
 from bmforge.nn.packed_store import PackedStore
-from bmforge.surgery import find_modules, persistent_tensors
-from bmforge.testing.batches import Batch, make_labels
+from bmforge.surgery import persistent_tensors
+from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import list_outputs, widen
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["CompressSuite"]
@@ -43,23 +42,14 @@ _ZEROS = PruneConfig(pattern="2:4")
 _EXPERTS = MoEfyConfig(num_experts=4, share=0.5, router="similarity")
 
 
-class CompressSuite:
+class CompressSuite(SuiteBase):
     """Tests of compressed models; `FamilySuite` inherits this.
 
     Attributes:
         smaller: sizes of the layers after pruning, as a dict from config field to size.
     """
 
-    model_class: ClassVar[type[Model]]
     smaller: ClassVar[dict[str, Any]] = {"intermediate_size": 64}
-
-    def wide_config(self) -> ModelConfig:
-        """Return the tiny config with widths divisible by 32."""
-        raise TypeError(f"{type(self).__name__} must define `wide_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def fat(self) -> Any:
         """Return a new model whose MLPs are wide enough to be halved or split into experts."""
@@ -117,14 +107,7 @@ class CompressSuite:
         again = self.model_class.from_pretrained(folder)
         assert_equal_trees(persistent_tensors(again), persistent_tensors(small))
         assert_equal_trees(list_outputs(again(**inputs)), want)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(again).items()}
-        blocks = find_modules(again, globs=again.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            again,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, _ = stream_all_blocks_(again)
         assert_close(list_outputs(again(**inputs)), want)
         streamer.close()
 
@@ -144,7 +127,7 @@ class CompressSuite:
 
     @pytest.mark.long
     @capability("sparse")
-    def test_zeros_stay(self, tmp_path: Path) -> None:
+    def test_sparsity_is_kept(self, tmp_path: Path) -> None:
         """Weights stay 2:4 sparse after steps of AdamW."""
         small, job = self.make_small(CompressConfig(prune=_ZEROS), tmp_path / "model")
         for name in job.methods[0]._places:  # type: ignore[attr-defined]

@@ -117,7 +117,7 @@ def check_cached_decode(model: Model) -> None:
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for use_mask in (False, True):
         cache = KVCache(model.config.num_layers, ids.shape[1])
-        pieces = []
+        chunks = []
         for start, end in ((0, 5), (5, 6), (6, 9), (9, 10), (10, 12)):
             extra = {}
             if use_mask:
@@ -125,10 +125,10 @@ def check_cached_decode(model: Model) -> None:
                     "attention_mask": mask[:, :end],
                     "position_ids": positions[:, start:end],
                 }
-            pieces.append(model(ids[:, start:end], cache=cache, **extra).logits)
+            chunks.append(model(ids[:, start:end], cache=cache, **extra).logits)
             assert cache.length == end
         extra = {"attention_mask": mask, "position_ids": positions} if use_mask else {}
-        assert_close(torch.cat(pieces, 1), model(ids, **extra).logits)
+        assert_close(torch.cat(chunks, 1), model(ids, **extra).logits)
 
 
 def check_packed_documents(model: Model) -> None:
@@ -138,5 +138,5 @@ def check_packed_documents(model: Model) -> None:
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(ids, document_ids=documents, position_ids=positions).logits
-    alone = [model(piece).logits for piece in ids.split(lengths, 1)]
+    alone = [model(document).logits for document in ids.split(lengths, 1)]
     assert_close(packed, torch.cat(alone, 1))

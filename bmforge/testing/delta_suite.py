@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Model, ModelConfig
 from bmforge.nn.latent_attention import LatentAttention
-from bmforge.surgery import find_modules, persistent_tensors
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import run_step_of, widen
 from bmforge.testing.layouts import check_suite
+from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 from bmforge.tune.delta import (
     IA3,
@@ -36,12 +35,12 @@ from bmforge.tune.delta import (
     use_deltas,
 )
 
-__all__ = ["DeltaSuite", "put_all_deltas_"]
+__all__ = ["DeltaSuite", "attach_all_adapters_"]
 
 Build = Callable[..., Delta]
 
 
-def _stir_(delta: Delta, seed: int = 5) -> Delta:
+def _randomize_(delta: Delta, seed: int = 5) -> Delta:
     """Set an adapter's parameters in place to random values, so that it changes the outputs."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -50,7 +49,7 @@ def _stir_(delta: Delta, seed: int = 5) -> Delta:
     return delta
 
 
-def put_all_deltas_(model: Any) -> None:
+def attach_all_adapters_(model: Any) -> None:
     """Attach an adapter of every type that adds modules to a model."""
     Lora(model, name="lora", rank=2)
     Adapter(model, name="adapter", width=3)
@@ -63,23 +62,14 @@ def put_all_deltas_(model: Any) -> None:
         Prefix(model, name="prefix", length=3, inner=4)
 
 
-class DeltaSuite:
+class DeltaSuite(SuiteBase):
     """Tests of adapters; `FamilySuite` inherits this.
 
     Attributes:
         takes_prompts: True if the model's inputs allow a soft prompt.
     """
 
-    model_class: ClassVar[type[Model]]
     takes_prompts: ClassVar[bool] = True
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     def check_delta(
         self, tiny: Model, folder: Path, build: Build, starts_alike: bool = True
@@ -95,7 +85,7 @@ class DeltaSuite:
         if starts_alike:
             assert_close(start["loss"], before)
         assert {n.removeprefix("grad/") for n in start if n != "loss"} <= names
-        _stir_(delta)
+        _randomize_(delta)
         trained = run_step_of(model, batch)
         assert {n for n, g in trained.items() if n != "loss" and not g.any()} == set()
         assert not torch.equal(trained["loss"], before)
@@ -162,7 +152,7 @@ class DeltaSuite:
     def test_soft_prompt(self, tiny: Model, tmp_path: Path) -> None:
         """Prompt tuning works: trained embeddings are prepended to the text."""
         if not self.takes_prompts:
-            pytest.skip("its arguments say something of every token")
+            pytest.skip("its other arguments have one entry per token")
         build: Build = lambda m: SoftPrompt(m, length=2)  # noqa: E731
         self.check_delta(tiny, tmp_path, build, starts_alike=False)
 
@@ -173,7 +163,7 @@ class DeltaSuite:
         model: Any = copy.deepcopy(tiny).double()
         inputs = widen(self.make_inputs(model))
         for seed, name in enumerate("ab"):
-            _stir_(Adapter(model, name=name, width=3), seed)
+            _randomize_(Adapter(model, name=name, width=3), seed)
         want = []
         for name in ("a", "b"):
             use_deltas(model, [name])
@@ -187,7 +177,7 @@ class DeltaSuite:
     def deltas_config(self, tiny: Model) -> ModelConfig:
         """Return a model's config with an adapter of every type that adds modules."""
         model: Any = copy.deepcopy(tiny)
-        put_all_deltas_(model)
+        attach_all_adapters_(model)
         return model.config
 
     def check_deltas(self, tiny: Model, where: str) -> None:
@@ -223,18 +213,11 @@ class DeltaSuite:
     def test_deltas_stream(self, tiny: Model) -> None:
         """All adapters work on streamed blocks."""
         model: Any = copy.deepcopy(tiny)
-        put_all_deltas_(model)
+        attach_all_adapters_(model)
         batch = self.make_inputs(model)
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
-        values = {n: t.detach().clone() for n, t in persistent_tensors(model).items()}
-        blocks = find_modules(model, globs=model.layout_rules().recompute_units)
-        streamer = stream_blocks_(
-            model,
-            lambda name, out: out.copy_(values[name]),
-            device=torch.device("cpu"),
-            blocks=list(blocks),
-        )
+        streamer, _ = stream_all_blocks_(model)
         assert_equal_trees(run_step_of(model, batch), want)
         streamer.close()
 

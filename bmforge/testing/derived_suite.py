@@ -55,7 +55,7 @@ def _copy(test: Callable[..., None]) -> Callable[..., None]:
     "test_conversion_is_exact",
     "test_cached_decode_of_every_case",
     "test_generates_the_same_ids",
-    "test_init_has_the_promised_spread",
+    "test_standard_deviation_of_init",
 )
 class DerivedDecoderSuite(DecoderSuite, FileSuite):
     """All tests of a decoder; `make test` runs only those that check the decoder's own config."""

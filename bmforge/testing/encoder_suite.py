@@ -48,5 +48,5 @@ class EncoderSuite(ModelSuite):
         first = getattr(twin.ours.spec, "position_offset", 0)
         positions = torch.cat([torch.arange(n) for n in lengths])[None] + first
         packed = twin.ours(ids, document_ids=documents, position_ids=positions)
-        alone = [twin.ours(piece).last_hidden_state for piece in ids.split(lengths, 1)]
+        alone = [twin.ours(document).last_hidden_state for document in ids.split(lengths, 1)]
         assert_close(packed.last_hidden_state, torch.cat(alone, 1))

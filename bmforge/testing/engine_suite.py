@@ -19,10 +19,11 @@ from bmforge.models import Model
 from bmforge.records import units_of
 from bmforge.shards import is_streamed
 from bmforge.surgery import persistent_tensors
-from bmforge.testing.batches import Batch, make_labels
+from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.changed_models import list_outputs, run_step_of
 from bmforge.testing.fake_devices import FIRST, SECOND, FakeDevices
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_equal_trees
 
 __all__ = ["EngineSuite"]
@@ -31,7 +32,7 @@ _CONFIG = EngineConfig(max_rows=4)
 _LAYERS = 4
 
 
-class EngineSuite:
+class EngineSuite(SuiteBase):
     """Comparison of models with and without a memory budget; `FamilySuite` inherits this.
 
     Attributes:
@@ -41,14 +42,6 @@ class EngineSuite:
 
     deep_options: Mapping[str, Any] = {}
 
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
-
-    def write_text(self, model: Any) -> Tensor | None:
-        """Return greedily generated ids; None for a family that does not generate."""
-        raise TypeError(f"{type(self).__name__} must define `write_text`.")
-
     @pytest.fixture
     def deep(self, tiny: Model) -> Model:
         """Fixture: a tiny model with enough blocks that some are streamed."""
@@ -57,7 +50,7 @@ class EngineSuite:
 
     @capability("engine")
     @torch.no_grad()
-    def test_engine_has_the_bits(self, deep: Model, tmp_path: Path) -> None:
+    def test_engine_is_bit_identical(self, deep: Model, tmp_path: Path) -> None:
         """Outputs and generated ids with the smallest budget are bit-identical to those without."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
@@ -71,7 +64,7 @@ class EngineSuite:
 
     @capability("devices")
     @torch.no_grad()
-    def test_devices_have_the_bits(self, deep: Model, tmp_path: Path) -> None:
+    def test_devices_are_bit_identical(self, deep: Model, tmp_path: Path) -> None:
         """On two devices, outputs and generated ids are bit-identical to those on one device."""
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
@@ -109,7 +102,7 @@ class EngineSuite:
 
     @capability("budget")
     @pytest.mark.parametrize("share", [0.0, pytest.param(0.5, marks=pytest.mark.long), 1.0])
-    def test_budget_is_kept(self, deep: Model, share: float) -> None:
+    def test_budget_is_not_exceeded(self, deep: Model, share: float) -> None:
         """Device memory never holds more weights than planned.
 
         A budget does not change gradients.

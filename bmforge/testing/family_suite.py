@@ -13,11 +13,9 @@ import torch
 
 from bmforge.memory.activations import apply_activation_offload_
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import Model, ModelConfig, init_weights_
+from bmforge.models import Model, init_weights_
 from bmforge.parallel import Layout
-from bmforge.surgery import find_modules, persistent_tensors
-from bmforge.testing.batches import Batch, make_batch, make_labels
+from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.compress_suite import CompressSuite
 from bmforge.testing.delta_suite import DeltaSuite
@@ -27,6 +25,7 @@ from bmforge.testing.native_suite import NativeSuite
 from bmforge.testing.prompt_suite import PromptSuite
 from bmforge.testing.quantized_suite import QuantizedSuite
 from bmforge.testing.serving_suite import ServingSuite
+from bmforge.testing.suite_base import stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["FamilySuite"]
@@ -46,20 +45,10 @@ class FamilySuite(
     A subclass sets `model_class` and defines `tiny_config`.
 
     Attributes:
-        model_class: the family.
         not_applicable: dict from capability to the reason why it does not apply to the family.
     """
 
-    model_class: ClassVar[type[Model]]
     not_applicable: ClassVar[dict[str, str]] = {"expert": "has no experts"}
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        return {"input_ids": make_batch(model, batch, seed=seed)}
 
     @pytest.fixture
     def tiny(self) -> Model:
@@ -77,7 +66,7 @@ class FamilySuite(
         drawn = [n for n, p in tiny.named_parameters() if p.dim() > 1]
         assert not any(torch.equal(other[n], tiny.state_dict()[n]) for n in drawn)
 
-    def test_init_has_the_promised_spread(self, tiny: Model) -> None:
+    def test_standard_deviation_of_init(self, tiny: Model) -> None:
         """Matrices have mean 0 and the family's standard deviation; biases are 0, norms 1."""
         for name, parameter in tiny.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
@@ -198,22 +187,14 @@ class FamilySuite(
         self.check_layout(tiny, world=4, layout=layout, micro_batches=2, recompute=True)
 
     @capability("stream", "offload")
-    def test_blocks_live_elsewhere(self, tiny: Model) -> None:
+    def test_streaming_and_offload(self, tiny: Model) -> None:
         """Streamed weights and offloaded block inputs give bit-identical results."""
         batch = self.make_inputs(tiny)
         batch |= make_labels(tiny, batch)
-        values = {name: t.detach().clone() for name, t in persistent_tensors(tiny).items()}
         want = _loss_and_gradients(tiny, batch)
-        host, blocks = (
-            torch.device("cpu"),
-            find_modules(tiny, globs=tiny.layout_rules().recompute_units),
-        )
-        streamer = stream_blocks_(
-            tiny, lambda name, out: out.copy_(values[name]), device=host, blocks=list(blocks)
-        )
-        engine = make_copy_engine(host, records=True)
-        units = list(blocks.values())
-        apply_activation_offload_(units, engine, keep_last=0, smallest_elements=1)
+        streamer, blocks = stream_all_blocks_(tiny)
+        engine = make_copy_engine(torch.device("cpu"), records=True)
+        apply_activation_offload_(blocks, engine, keep_last=0, smallest_elements=1)
         assert_equal_trees(_loss_and_gradients(tiny, batch), want)
         assert engine.events
         streamer.close()

@@ -1,9 +1,10 @@
 """Measures models within enforced memory budgets, in a separate process.
 
-    python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE
+    python -m bmforge.testing.limited_engine DIRECTORY SHARE TOKENS DTYPE REQUESTS
 
 loads a model with the budget `smallest + SHARE * (all weights - smallest)`, runs it with sequences
-of `TOKENS` tokens in a control group of this size, and prints the measurements as JSON.
+of `TOKENS` tokens in a control group of this size, and prints the measurements as JSON. If
+`REQUESTS` is not 0, this number of concurrent requests is measured instead of `generate`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bmforge.errors import ConfigError
-from bmforge.infer import Engine, EngineConfig
+from bmforge.infer import Engine, EngineConfig, GenerationConfig
 from bmforge.infer.engine.budget import plan_memory
 from bmforge.infer.engine.native_step import load_step
+from bmforge.infer.engine.request import Request
 from bmforge.infer.generation import generate
 from bmforge.models import (
     GPT2,
@@ -100,12 +102,14 @@ class Case(NamedTuple):
         share: size of the budget, from the smallest possible one (0) to all weights (1).
         tokens: maximum sequence length.
         dtype: dtype of the weights.
+        requests: number of concurrent requests; 0 for calls of one sequence.
     """
 
     model: str
     share: float
     tokens: int
     dtype: str
+    requests: int = 0
 
 
 CASES = (
@@ -129,6 +133,12 @@ CASES = (
     Case("small int4", 0.5, 128, "float32"),
     Case("llama int4", 0.0, 256, "float32"),
     Case("bert", 0.3, 512, "float32"),
+    Case("llama", 1.0, 512, "float32", requests=16),
+    Case("llama", 0.3, 512, "float32", requests=16),
+    Case("llama", 0.0, 512, "bfloat16", requests=16),
+    Case("llama int4", 1.0, 512, "float32", requests=16),
+    Case("mixtral", 0.5, 256, "float32", requests=8),
+    Case("gpt2", 1.0, 64, "float32", requests=16),
 )
 
 
@@ -139,7 +149,7 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
         RuntimeError: the subprocess failed, or the kernel killed it for using too much memory.
     """
     load_step()  # compile in this process, whose memory is not limited
-    arguments = [str(directory), str(case.share), str(case.tokens), case.dtype]
+    arguments = [str(directory), str(case.share), str(case.tokens), case.dtype, str(case.requests)]
     done = subprocess.run(
         [sys.executable, "-m", __name__, *arguments],
         capture_output=True,
@@ -153,9 +163,12 @@ def run_limited(directory: Path, case: Case) -> dict[str, Any]:
     return measured
 
 
-def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, object]:
+def _main(
+    directory: str, share: float, tokens: int, dtype: str, requests: int
+) -> dict[str, object]:
     """Run the measurement that the module describes and print the results."""
-    config = EngineConfig(max_tokens=tokens)
+    rows = max(1, requests)
+    config = EngineConfig(max_tokens=tokens, max_rows=rows, only_requests=bool(requests))
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "config": config}
     least = _smallest(directory, options)
     unlimited = _smallest(directory, options, for_all=True)
@@ -164,7 +177,9 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
     engine = Engine(directory, device_budget_bytes=budget, **options)
     model, plan = engine.model, engine.plan
     ids = torch.randint(1, model.config.vocab_size, (1, tokens - 4))
-    if model.traits.writes:
+    if requests:
+        _answer_requests(engine, tokens, requests)
+    elif model.traits.writes:
         for _ in range(2):
             generate(model, ids, max_new_tokens=4, eos_token_id=())
     else:
@@ -185,6 +200,22 @@ def _main(directory: str, share: float, tokens: int, dtype: str) -> dict[str, ob
     }
 
 
+def _answer_requests(engine: Engine, tokens: int, count: int) -> None:
+    """Send concurrent requests of maximum length: sampled, half of them with prompt scores."""
+    generator = torch.Generator().manual_seed(0)
+    size = count, tokens - 4
+    prompts = torch.randint(1, engine.model.config.vocab_size, size, generator=generator)
+    handles = []
+    for number, prompt in enumerate(prompts.tolist()):
+        options = GenerationConfig(
+            max_new_tokens=4, do_sample=True, top_p=0.9, eos_token_id=(), seed=number, logprobs=2,
+            prompt_logprobs=2 if number % 2 else None,
+        )  # fmt: skip
+        handles.append(engine.submit(Request(prompt, options)))
+    for handle in handles:
+        handle.wait()
+
+
 def _smallest(directory: str, options: dict[str, Any], for_all: bool = False) -> int:
     """Return the smallest budget; with `for_all`, the smallest one without weight streaming."""
     try:
@@ -199,5 +230,5 @@ def _smallest(directory: str, options: dict[str, Any], for_all: bool = False) ->
 
 
 if __name__ == "__main__":
-    path, part, count, kind = sys.argv[1:]
-    print(json.dumps(_main(path, float(part), int(count), kind)))
+    path, part, length, kind, number = sys.argv[1:]
+    print(json.dumps(_main(path, float(part), int(length), kind, int(number))))

@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bmforge.host_memory import peak_resident_bytes, resident_bytes
-from bmforge.host_tuning import give_back_memory
+from bmforge.host_memory import give_back_memory, peak_resident_bytes, resident_bytes
 
 __all__ = ["MemoryGroup", "ResidentSet", "limit_memory"]
 

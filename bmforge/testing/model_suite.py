@@ -105,7 +105,7 @@ class ModelSuite(FamilySuite):
         if head != "none":
             self.check_gradients(twin)
 
-    def test_a_new_head_is_asked_for(self, head: str, tmp_path: Path) -> None:
+    def test_missing_head_needs_new_head(self, head: str, tmp_path: Path) -> None:
         """A head that is not in the checkpoint needs `new_head`; other weights are unchanged."""
         base = self.model_class.from_config(self.tiny_config())
         base.save_pretrained(tmp_path / "base")

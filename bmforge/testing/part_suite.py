@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.nn.part import BesidePart, Derived, tensor_notes
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.part import AdapterModule, Derived, tensor_notes
+from bmforge.nn.random_init import init_from_note_
 from bmforge.parallel.tensor.cuts import CUT_DIMS
 
 __all__ = ["check_part"]
@@ -18,7 +18,7 @@ def check_part(part: nn.Module) -> None:
     """Raise `AssertionError` unless every tensor of an adapter has a valid `nn.TensorNote`.
 
     Args:
-        part: unsharded adapter (`nn.part.BesidePart`) or replacement layer, not on the meta device.
+        part: unsharded `nn.part.AdapterModule` or replacement layer, not on the meta device.
     """
     notes = tensor_notes(part)
     own: dict[str, Any] = dict(part.named_parameters(recurse=False))
@@ -26,7 +26,7 @@ def check_part(part: nn.Module) -> None:
     saved = {n for n in own if n not in part._non_persistent_buffers_set}
     plain = saved - set(notes)
     assert set(notes) <= saved, f"notes refer to missing tensors: {set(notes) - saved}"
-    if isinstance(part, BesidePart):
+    if isinstance(part, AdapterModule):
         assert not plain, f"tensors have no notes: {plain}"
         unknown = part.cut_styles - set(CUT_DIMS) - {""}
         assert not unknown, f"unknown sharding styles: {unknown}"
@@ -38,13 +38,13 @@ def check_part(part: nn.Module) -> None:
         assert not note.trains or tensor.is_floating_point(), (
             f"{key} is trained but is not floating-point"
         )
-        if isinstance(note.draw, Derived):
-            entries = -(-note.draw.shape[0] // note.draw.rows_each)
+        if isinstance(note.initial, Derived):
+            entries = -(-note.initial.shape[0] // note.initial.rows_each)
             assert entries == tensor.shape[0], f"{key} and its base have different numbers of rows"
         drawn = []
         for seed in (0, 0, 1):
-            draw_tensor_(tensor.data, f"part.{key}", note, 0.02, seed)
+            init_from_note_(tensor.data, f"part.{key}", note, 0.02, seed)
             drawn.append(tensor.detach().clone())
         assert torch.equal(drawn[0], drawn[1]), f"{key} differs with the same seed"
-        is_random = not isinstance(note.draw, str)
+        is_random = not isinstance(note.initial, str)
         assert torch.equal(drawn[0], drawn[2]) != is_random, f"{key} ignores the seed"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmforge.models import Model, ModelConfig
+from bmforge.models import Model
 from bmforge.testing.capability import capability
-from bmforge.testing.character_tokenizer import letters_for
+from bmforge.testing.character_tokenizer import character_tokenizer_for
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_close
 from bmforge.tune.prompt import ManualVerbalizer, PromptClassifier, Template
 
@@ -34,17 +35,11 @@ def prompted_config(config: Any) -> Any:
 def open_prompted(model_class: type[Model], config: Any, **options: Any) -> tuple[Any, Any]:
     """Return a float64 model for prompts, and its tokenizer."""
     model = model_class.from_config(prompted_config(config), dtype=torch.float64, **options)
-    return model.eval(), letters_for(model)
+    return model.eval(), character_tokenizer_for(model)
 
 
-class PromptSuite:
+class PromptSuite(SuiteBase):
     """Tests of prompts; `FamilySuite` inherits this."""
-
-    model_class: ClassVar[type[Model]]
-
-    def tiny_config(self) -> ModelConfig:
-        """Return a tiny config of the family."""
-        raise TypeError(f"{type(self).__name__} must define `tiny_config`.")
 
     @capability("prompt")
     def test_prompt(self) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bmforge.models import Model, ModelConfig
+from bmforge.models import Model
 from bmforge.models.pack import find_targets, quantize_
 from bmforge.nn.packing import PRESETS
 from bmforge.nn.quantized import PackedStore, QuantizedExperts
@@ -22,9 +22,6 @@ from bmforge.testing.changed_suite import ChangedSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["QuantizedSuite", "dequantized_twin"]
-
-_WIDTH = 32  # columns per group
-_SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "embed_size")
 
 
 def dequantized_twin(plain: Model, model: Model) -> Model:
@@ -46,16 +43,6 @@ def dequantized_twin(plain: Model, model: Model) -> Model:
 class QuantizedSuite(ChangedSuite):
     """Tests of quantized models; `FamilySuite` inherits this."""
 
-    def wide_config(self) -> ModelConfig:
-        """Return the tiny config with widths divisible by 32."""
-        config = self.tiny_config()
-        field_names = {field.name for field in fields(config)}
-        sizes = {name: getattr(config, name) for name in _SIZES if name in field_names}
-        if config.num_heads * config.head_dim % _WIDTH:
-            sizes["head_dim"] = config.head_dim
-        rounded = {n: -(-size // _WIDTH) * _WIDTH for n, size in sizes.items() if size}
-        return config.replace(**rounded)
-
     @pytest.fixture
     def wide(self) -> Model:
         """Fixture: a new model with the sizes of `wide_config`."""
@@ -63,7 +50,7 @@ class QuantizedSuite(ChangedSuite):
 
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
-    def test_packed_is_its_dequantised_twin(self, wide: Model, scheme: str) -> None:
+    def test_packed_equals_dequantized(self, wide: Model, scheme: str) -> None:
         """Loss and gradients equal the dequantized model's (about, with int8 activations)."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")

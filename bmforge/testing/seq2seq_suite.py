@@ -37,11 +37,11 @@ class Seq2SeqSuite(ModelSuite):
         targets = inputs.pop("decoder_input_ids")
         at_once = twin.ours(**inputs, decoder_input_ids=targets).logits
         cache = KVCache(len(twin.ours.decoder.layers), targets.shape[1])
-        pieces = [
+        steps = [
             twin.ours(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
             for start, end in ((0, 3), (3, 4), (4, 7))
         ]
-        assert_close(torch.cat(pieces, 1), at_once)
+        assert_close(torch.cat(steps, 1), at_once)
 
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])

@@ -13,8 +13,9 @@ from torch import Tensor
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request, generate
 from bmforge.infer.engine import Completion
 from bmforge.models import Model
-from bmforge.testing.batches import Batch, make_batch
+from bmforge.testing.batches import make_batch
 from bmforge.testing.capability import capability
+from bmforge.testing.suite_base import SuiteBase
 from bmforge.testing.tolerance import assert_equal_trees
 from bmforge.tune.delta import Adapter, Lora, use_deltas
 
@@ -23,12 +24,8 @@ __all__ = ["ServingSuite"]
 _NEW = 4
 
 
-class ServingSuite:
+class ServingSuite(SuiteBase):
     """Tests that concurrent requests do not change answers; `FamilySuite` inherits this."""
-
-    def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
-        """Return the model's arguments other than labels."""
-        raise TypeError(f"{type(self).__name__} must define `make_inputs`.")
 
     @capability("serve")
     @pytest.mark.long

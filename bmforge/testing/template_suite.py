@@ -17,7 +17,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, Bert, BertConfig, GPT2Config, Model, T5Config, init_weights_
 from bmforge.nn.prompt import ExtraEmbeddings, count_ids
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt import Encoded, Template
@@ -36,7 +36,7 @@ TINY_MODELS: Mapping[str, tuple[type[Model], Any]] = {
     "causal": (GPT2, GPT2Config(**_SIZES, max_seq_len=96, init_std=0.3)),
     "spans": (T5, T5Config(**_SIZES, intermediate_size=24, head_dim=8, init_std=1.0)),
 }
-_LETTERS = LetterTokenizer()
+_LETTERS = CharacterTokenizer()
 _EXAMPLES: tuple[dict[str, Any], ...] = (
     {"text_a": "a film", "text_b": "so so", "meta": {"by": "ann"}},
     {"text_a": "not a good one, we thought", "text_b": "dull", "meta": {"by": "bob"}},
@@ -77,7 +77,7 @@ class TemplateSuite:
             model = open_tiny(kind)
             yield model, self.make(_LETTERS, model)
 
-    def test_pieces_are_of_the_example(self) -> None:
+    def test_wrapped_example(self) -> None:
         """A wrapped example contains the template's masks, and the example is not changed."""
         for _, template in self.opened():
             for example in self.examples:
@@ -88,7 +88,7 @@ class TemplateSuite:
                 assert pieces == template.wrap(example)
                 assert repr(example) == before
 
-    def test_ids_are_known_to_the_model(self) -> None:
+    def test_ids_are_valid(self) -> None:
         """All ids are valid, and every mask has one answer position inside the prompt."""
         for model, template in self.opened():
             for example in self.examples:
@@ -123,7 +123,7 @@ class TemplateSuite:
             with pytest.raises(ConfigError, match="needs the placeholder"):
                 template.wrap({})
 
-    def test_alone_and_together(self) -> None:
+    def test_batch_does_not_change_logits(self) -> None:
         """An example's logits do not depend on the other examples of its batch."""
         for model, template in self.opened():
             together = _ask(model, [template.encode(prompted) for prompted in self.examples])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.testing.template_suite import open_tiny
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer
@@ -22,7 +22,7 @@ from bmforge.tune.prompt import PromptClassifier, Template
 
 __all__ = ["VerbalizerSuite"]
 
-_LETTERS = LetterTokenizer()
+_LETTERS = CharacterTokenizer()
 _EXAMPLES: tuple[dict[str, Any], ...] = tuple(
     {"text_a": text, "meta": {"choice1": "yes", "choice2": "no", "choice3": "so"}}
     for text in ("a film", "not a good one", "dull", "we saw it")
@@ -56,7 +56,7 @@ class VerbalizerSuite:
         verbalizer = self.make(_LETTERS, model).double()
         return PromptClassifier(model, template, verbalizer).eval()
 
-    def test_what_it_says_of_itself(self) -> None:
+    def test_attributes_of_the_verbalizer(self) -> None:
         """The verbalizer's attributes for input, masks, classes and normalization are correct."""
         verbalizer = self.opened().verbalizer
         assert verbalizer.takes in _TAKES
@@ -72,7 +72,7 @@ class VerbalizerSuite:
         assert torch.isfinite(scores).all()
         assert not torch.equal(scores[0], scores[1])
 
-    def test_rows_by_themselves(self) -> None:
+    def test_batch_does_not_change_scores(self) -> None:
         """An example's scores do not depend on the other examples in a batch or their order."""
         classifier = self.opened()
         together = classifier.classify(self.examples)
@@ -100,7 +100,7 @@ class VerbalizerSuite:
         assert all(p.grad is not None for p in classifier.verbalizer.parameters())
         assert any(bool(p.grad.any()) for p in classifier.model.parameters() if p.grad is not None)
 
-    def test_another_number_of_masks_is_refused(self) -> None:
+    def test_wrong_number_of_masks_is_refused(self) -> None:
         """A template with a different number of masks raises an error."""
         classifier = self.opened()
         text = classifier.template.text + '{"mask"}'

@@ -2,8 +2,8 @@
 
 Start reading at `auto.py` (selects the class for a directory) and `base.py` (the interface:
 `encode` returns a list of ids for every tokenizer). The tokenizers are in `cpm1`, `cpm2` (also
-EVA), `cpm_ant`, `cpm_bee` and `glm`; `words` segments Chinese text into words, `word_pieces` and
-`longest_match` split words into vocabulary pieces; GLM and CPM-1 use `glm_text` and
+EVA), `cpm_ant`, `cpm_bee` and `glm`; `words` segments Chinese text into words, `word_encoder` and
+`longest_match` split words into tokens of the vocabulary; GLM and CPM-1 use `glm_text` and
 `sentence_piece`; `tokenizer_json` and `spiece` read Hugging Face's files for `fast`;
 `chat_template` renders conversations. `cpm_bee` also converts CPM-Bee's documents to model inputs
 and back.

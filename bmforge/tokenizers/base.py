@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,6 +17,8 @@ from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 __all__ = [
     "VOCABULARY_FILE",
     "Tokenizer",
+    "VocabularyTokenizer",
+    "check_tokens",
     "open_directory",
     "parse_vocabulary",
     "save_files",
@@ -212,6 +214,35 @@ class Tokenizer(ABC):
 
     def __len__(self) -> int:
         return self.vocab_size
+
+
+class VocabularyTokenizer(Tokenizer):
+    """Base class of tokenizers with a vocabulary in Python, which subclasses store in id order."""
+
+    _vocabulary: dict[str, int]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return len(self._vocabulary)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token, or None if the vocabulary lacks the token."""
+        return self._vocabulary.get(token)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the vocabulary as a dict from token to id."""
+        return dict(self._vocabulary)
+
+
+def check_tokens(tokens: Iterable[str], vocabulary: Container[str], path: Path, model: str) -> None:
+    """Raise `DataError` if the vocabulary in a file lacks a token that a model needs."""
+    missing = [token for token in tokens if token not in vocabulary]
+    if missing:
+        raise DataError(
+            f"{str(path)!r} lacks the tokens {missing}, which {model} needs. Use the {path.name} "
+            "of the original model."
+        )
 
 
 def unreadable_text(texts: Sequence[str], error: Exception) -> DataError:

@@ -96,8 +96,8 @@ def _join_parts(content: Any, location: str) -> str:
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"{location} has a message with content of type {kind!r} (supported: a text, or a "
-                "list of parts of type 'text')."
+                f"{location} has a message with content of type {kind!r} (supported: a string, or "
+                "a list of parts of type 'text')."
             )
     return "".join(texts)
 

@@ -48,6 +48,7 @@ class ChatTemplate:
     Attributes:
         source: Jinja source, also of the default template.
         variables: names of the variables that the template reads, such as ``tools``.
+        rendered_roles: roles whose messages were found to be part of rendered texts.
 
     Raises:
         ConfigError: the source is not a valid template.
@@ -68,6 +69,7 @@ class ChatTemplate:
             for role in _ROLES
             if role in tokens or role in ("bos", "eos", "unk", "pad")
         }
+        self.rendered_roles: set[str] = set()
         self._render: Render = self._write_plain
         self.variables: frozenset[str] = frozenset({"messages", "add_generation_prompt"})
         self.source = _plain_source(self._marks) if source is None else source
@@ -100,7 +102,8 @@ class ChatTemplate:
             return self._render(values if tools is None else {**values, "tools": tools})
         except Exception as error:  # a template may raise any exception
             raise DataError(
-                f"the chat template cannot render the conversation ({error})."
+                f"the chat template cannot render the conversation ({error}). Correct the messages "
+                "or the template."
             ) from error
 
     @cached_property
@@ -137,14 +140,14 @@ class ChatTemplate:
 
         Args:
             messages, tools, variables: as in `render`.
-            begin: beginning of the answer, which the model continues.
+            begin: beginning of the answer, which the model continues. The caller escapes the names
+                of special tokens in it, see `escape_specials`.
 
         Raises:
             DataError: the template refuses this conversation, or exceeds its limits.
         """
         if not self._parse_special:
             messages = [_escape(self._tokenizer, message) for message in messages]
-            begin = self._tokenizer.escape_specials(begin)
         text = self.render(messages, add_generation_prompt=True, tools=tools, **variables) + begin
         return text, self._tokenizer.encode_chat(text)
 

@@ -20,6 +20,7 @@ __all__ = ["AnswerChoice", "AnswerText", "check_fields", "render_answers"]
 
 AnswerChoice = Literal["all", "last"]
 _OPEN, _CLOSE = "<think>", "</think>"
+_ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "weight")
 
 
@@ -206,7 +207,7 @@ def check_fields(
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise `DataError` for a message field that the template does not use.
+    """Raise `DataError` for a message field or role that the template does not use.
 
     Reasoning fields are not checked: `render_answers` raises an error if the template drops them.
     The `name` of a tool message is not checked: it repeats the name of the tool call.
@@ -217,6 +218,7 @@ def check_fields(
     exempt, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
     for number, message in enumerate(messages, 1):
         role = message["role"]
+        _check_role(template, messages, number, tools, variables or {})
         for field in message:
             if field in exempt or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
                 continue
@@ -230,6 +232,46 @@ def check_fields(
                     f"use for the role {role!r} (used: {', '.join(_MESSAGE_FIELDS)}). Remove the "
                     f"field from the data, or ignore it with --data.ignore {field}."
                 )
+
+
+def _check_role(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    number: int,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> None:
+    """Raise `DataError` if the template omits messages of a role, or if its case is wrong."""
+    role = messages[number - 1]["role"]
+    if role == "assistant" or role in template.rendered_roles:
+        return  # `render_answers` checks answers, because templates omit parts of earlier ones
+    is_named = bool(re.search(rf"""['"]{re.escape(role)}['"]""", template.source))
+    is_misspelled = role not in _ROLES and role.lower() in _ROLES and not is_named
+    if is_misspelled or not _shows_role(template, messages, role, tools, variables):
+        raise DataError(
+            f"message {number} has the role {role!r}, which the chat template does not use (roles "
+            f"of most templates: {', '.join(_ROLES)}). Correct the role, remove the message, or "
+            "use another template with --template."
+        )
+    template.rendered_roles.add(role)
+
+
+def _shows_role(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    role: str,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> bool:
+    """Return True if the rendered text depends on the content of messages with a role."""
+    changed = [
+        {**m, "content": f"{m['content']} (changed)"} if m["role"] == role else m for m in messages
+    ]
+    try:
+        rendered = template.render(messages, tools=tools, **variables)
+        return rendered != template.render(changed, tools=tools, **variables)
+    except DataError:  # the caller renders the conversation, and raises this error
+        return True
 
 
 def _uses_name(

@@ -9,9 +9,14 @@ from typing import Any, ClassVar, Self
 
 from bmforge.errors import DataError
 from bmforge.files import read_bytes, read_json
-from bmforge.tokenizers.base import Tokenizer, open_directory, unreadable_text
+from bmforge.tokenizers.base import (
+    VocabularyTokenizer,
+    check_tokens,
+    open_directory,
+    unreadable_text,
+)
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
-from bmforge.tokenizers.word_pieces import pieces_to_tokens
+from bmforge.tokenizers.word_encoder import ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
 __all__ = ["CPM1Tokenizer"]
@@ -22,7 +27,7 @@ _UNREADABLE = (RuntimeError, TypeError, UnicodeError)
 _WRITTEN = str.maketrans(" \n", SPACE + NEWLINE)
 
 
-class CPM1Tokenizer(Tokenizer):
+class CPM1Tokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-1: jieba splits text into words, and sentencepiece encodes them.
 
     Decoding restores the text exactly if it is in NFKC form and the vocabulary can represent it.
@@ -56,16 +61,11 @@ class CPM1Tokenizer(Tokenizer):
         self._model = model
         self._processor = load_sentence_piece(model, path)
         size = self._processor.get_piece_size()
-        self._tokens = [self._processor.id_to_piece(id) for id in range(size)]
-        self._ids = {token: id for id, token in enumerate(self._tokens)}
-        missing = [token for token in (SPACE, NEWLINE, "<eod>") if token not in self._ids]
-        if missing:
-            raise DataError(
-                f"{str(path)!r} lacks the tokens {missing}, which CPM-1 needs. Use the "
-                "chinese_vocab.model of CPM-1."
-            )
-        # Pieces for decoding, with <eod> as one character so that it keeps its brackets.
-        self._shown = [END if token == "<eod>" else token for token in self._tokens]
+        tokens = [self._processor.id_to_piece(id) for id in range(size)]
+        self._vocabulary = {token: id for id, token in enumerate(tokens)}
+        check_tokens((SPACE, NEWLINE, "<eod>"), self._vocabulary, path, "CPM-1")
+        # Tokens for decoding, with <eod> as one character so that it keeps its brackets.
+        self._shown = [END if token == "<eod>" else token for token in tokens]
         self._cutter = WordCutter()
 
     @classmethod
@@ -79,7 +79,7 @@ class CPM1Tokenizer(Tokenizer):
         return tokenizer
 
     def _check(self, vocabulary: dict[str, Any], folder: Path) -> None:
-        differ = {*vocabulary.items()} ^ {*self._ids.items()}
+        differ = {*vocabulary.items()} ^ {*self._vocabulary.items()}
         if differ:
             raise DataError(
                 f"{VOCABULARY_FILE} and {MODEL_FILE} in {str(folder)!r} have different ids for "
@@ -89,19 +89,6 @@ class CPM1Tokenizer(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         return {MODEL_FILE: self._model}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self._tokens)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None if the vocabulary lacks the token."""
-        return self._ids.get(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from token to id."""
-        return dict(self._ids)
 
     def _spread(self, text: str) -> str:
         """Join the words of a text with spaces, and replace its whitespace with placeholders."""
@@ -136,7 +123,7 @@ class CPM1Tokenizer(Tokenizer):
         Raises:
             DataError: an id is not in the vocabulary.
         """
-        text = self._processor.decode(pieces_to_tokens(ids, self._shown))
+        text = self._processor.decode(ids_to_tokens(ids, self._shown))
         for mark, shown in ((" ", ""), (SPACE, " "), (NEWLINE, "\n"), (END, "<eod>")):
             text = text.replace(mark, shown)
         return text

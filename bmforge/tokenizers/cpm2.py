@@ -9,10 +9,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Self
 
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import ConfigError
 from bmforge.files import read_bytes
-from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
-from bmforge.tokenizers.word_pieces import CONTINUES, WordPieces, has_chinese, pieces_to_tokens
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    VocabularyTokenizer,
+    check_tokens,
+    open_directory,
+    parse_vocabulary,
+)
+from bmforge.tokenizers.word_encoder import CONTINUES, WordEncoder, has_chinese, ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
 __all__ = ["CPM1WordTokenizer", "CPM2Tokenizer", "EVATokenizer"]
@@ -30,13 +36,13 @@ _EVA_TO = '!?""""""#$%&\'\'\'\'()*+,-/:;<=>@[\\]^_`{|}~'
 _EVA_FORMS = {"…": "...", **dict(zip(_EVA_FROM, _EVA_TO, strict=True))}
 
 
-class CPM2Tokenizer(Tokenizer):
+class CPM2Tokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-2: jieba splits text into words, which are split by longest match.
 
-    If the vocabulary has ``##`` pieces (2.1), they are used inside of words, and a space between
+    If the vocabulary has ``##`` tokens (2.1), they are used inside of words, and a space between
     two tokens without Chinese characters is not encoded. Decoding inserts a space between any two
     such tokens, so it restores the words but not always the same spaces. If the vocabulary has no
-    ``##`` pieces (2.0), text is first converted to half-width characters, and decoding restores the
+    ``##`` tokens (2.0), text is first converted to half-width characters, and decoding restores the
     result exactly. Names of special tokens in the text are encoded as characters.
 
     Args:
@@ -70,23 +76,18 @@ class CPM2Tokenizer(Tokenizer):
     def __init__(self, content: bytes, path: Path = Path(VOCABULARY_FILE)) -> None:
         self._content = content
         self._vocabulary = vocabulary = parse_vocabulary(content, path)
-        required = [self.roles[role] for role in self._required]
-        missing = [token for token in required if token not in vocabulary]
-        if missing:
-            raise DataError(
-                f"{str(path)!r} lacks the tokens {missing}, which {type(self).__name__} needs. Use "
-                "the vocab.txt of the model."
-            )
+        required = (self.roles[role] for role in self._required)
+        check_tokens(required, vocabulary, path, type(self).__name__)
         self._tokens = list(vocabulary)
         self._space_id = vocabulary[self.roles["space"]]
         self._has_form = re.compile("|".join(map(re.escape, self._forms)))
         self._cutter = WordCutter()
         blanks = {" ": self._space_id, "\n": vocabulary[self.roles["newline"]]}
         self._marked = any(map(_MARKED.fullmatch, vocabulary))
-        self._pieces = WordPieces({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
+        self._encoder = WordEncoder({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)
         self._normalizes = not self._marked
         self.sentinel_ids = _sentinels(vocabulary)
-        # With ## pieces, a space is implied between any two of these tokens.
+        # If the vocabulary has ## tokens, a space is implied between any two of these tokens.
         self._spaced = [t != SPACE and not has_chinese(t) for t in self._tokens]
 
     @classmethod
@@ -97,19 +98,6 @@ class CPM2Tokenizer(Tokenizer):
 
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self._tokens)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None if the vocabulary lacks the token."""
-        return self._vocabulary.get(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from token to id."""
-        return dict(self._vocabulary)
 
     @property
     def implies_spaces(self) -> bool:
@@ -136,10 +124,10 @@ class CPM2Tokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
-        pieces = self._pieces
+        encoder = self._encoder
         ids: list[int] = []
         for word in self._cutter.cut(self._normalize(text)):
-            ids += pieces[word]
+            ids += encoder[word]
         return self._drop_spaces(ids) if self._marked else ids
 
     def _drop_spaces(self, ids: list[int]) -> list[int]:
@@ -159,7 +147,7 @@ class CPM2Tokenizer(Tokenizer):
             DataError: an id is not in the vocabulary.
         """
         sequence = list(ids)
-        tokens = pieces_to_tokens(sequence, self._tokens)
+        tokens = ids_to_tokens(sequence, self._tokens)
         if not self._marked:
             return self._show("".join(tokens))
         parts = tokens[:1]
@@ -202,7 +190,7 @@ class EVATokenizer(CPM2Tokenizer):
 class CPM1WordTokenizer(CPM2Tokenizer):
     """Tokenizer of ModelCenter's CPM-1, which has a ``vocab.txt`` instead of a sentencepiece model.
 
-    Text is encoded as in CPM-2 without ``##`` pieces, but with other tokens for spaces and newlines
+    Text is encoded as in CPM-2 without ``##`` tokens, but with other tokens for spaces and newlines
     and without conversion to half-width characters. ``</_>`` in a text is encoded as a space, and
     ``</n>`` as a newline.
 

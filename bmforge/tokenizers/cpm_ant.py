@@ -9,11 +9,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Self
 
-from bmforge.errors import DataError
 from bmforge.files import read_bytes
-from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer, open_directory, parse_vocabulary
+from bmforge.tokenizers.base import (
+    VOCABULARY_FILE,
+    VocabularyTokenizer,
+    check_tokens,
+    open_directory,
+    parse_vocabulary,
+)
 from bmforge.tokenizers.longest_match import LongestMatcher
-from bmforge.tokenizers.word_pieces import WordPieces, pieces_to_tokens
+from bmforge.tokenizers.word_encoder import WordEncoder, ids_to_tokens
 from bmforge.tokenizers.words import WordCutter
 
 __all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
@@ -21,15 +26,15 @@ __all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
 _WRITTEN_AS = {"</_>": " ", "</n>": "\n"}
 
 
-class CPMAntTokenizer(Tokenizer):
+class CPMAntTokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-Ant: jieba splits text into words, which are split by longest match.
 
     Decoding restores the text exactly if the vocabulary can represent it. The name of a special
     token in the text, such as ``<s>``, is encoded as characters, as in the original.
 
     Args:
-        content: contents of a vocab.txt, one token per line; ``</_>`` is a space, ``</n>`` a
-            newline.
+        content: contents of a vocab.txt, one token per line; ``</_>`` becomes the token for a
+            space, ``</n>`` that for a newline.
         path: path of the file, for error messages.
         new_words: True to detect words that jieba's dictionary lacks, as in the original; False to
             get the ids of transformers' CpmAntTokenizer, which does not.
@@ -60,17 +65,13 @@ class CPMAntTokenizer(Tokenizer):
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True
     ) -> None:
         written = parse_vocabulary(content, path, skip_empty=True, strip=self._strips)
-        missing = [t for t in ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS) if t not in written]
-        if missing:
-            raise DataError(
-                f"{str(path)!r} lacks the tokens {missing}, which CPM-Ant needs. Use the vocab.txt "
-                "of a CPM-Ant model."
-            )
+        required = ("<pad>", "<unk>", "<s>", "</s>", *_WRITTEN_AS)
+        check_tokens(required, written, path, type(self).__name__)
         self._content = content
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}
         self._tokens = list(self._vocabulary)
         self._cutter = WordCutter(new_words)
-        self._pieces = WordPieces(self._vocabulary, written["<unk>"])
+        self._encoder = WordEncoder(self._vocabulary, written["<unk>"])
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], *, new_words: bool = True) -> Self:
@@ -81,25 +82,12 @@ class CPMAntTokenizer(Tokenizer):
     def _files(self) -> dict[str, bytes]:
         return {VOCABULARY_FILE: self._content}
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return len(self._tokens)
-
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token, or None; tokens contain unescaped spaces and newlines."""
-        return self._vocabulary.get(token)
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return a dict from token to id; tokens contain unescaped spaces and newlines."""
-        return dict(self._vocabulary)
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
-        pieces = self._pieces
+        encoder = self._encoder
         ids: list[int] = []
         for word in self._cutter.cut(text):
-            ids += pieces[word]
+            ids += encoder[word]
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -108,7 +96,7 @@ class CPMAntTokenizer(Tokenizer):
         Raises:
             DataError: an id exceeds the vocabulary.
         """
-        return "".join(pieces_to_tokens((id for id in ids if id >= 0), self._tokens))
+        return "".join(ids_to_tokens((id for id in ids if id >= 0), self._tokens))
 
 
 class CPMAntPlusTokenizer(CPMAntTokenizer):
@@ -120,7 +108,7 @@ class CPMAntPlusTokenizer(CPMAntTokenizer):
     original decodes ``<`` as ``<<``; this class restores text exactly.
     """
 
-    _strips: ClassVar[bool] = False  # pieces may begin with a space
+    _strips: ClassVar[bool] = False  # tokens may begin with a space
 
     def __init__(
         self, content: bytes, path: Path = Path(VOCABULARY_FILE), new_words: bool = True

@@ -32,7 +32,7 @@ from bmforge.tokenizers.tokenizer_json import (
 __all__ = ["FastTokenizer"]
 
 # Unicode noncharacters, which do not occur in texts: prefix of aliases of special tokens, prefix of
-# pieces that no text may match, and character that is inserted into escaped names.
+# tokens that no text may match, and character that is inserted into escaped names.
 _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
 
 
@@ -214,7 +214,7 @@ class FastTokenizer(Tokenizer):
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
-        if model.get("type") == "Unigram":  # special tokens are pieces that text must not match
+        if model.get("type") == "Unigram":  # whose special tokens text must not match
             model["vocab"] = [
                 [_HIDDEN + name if name in special else name, score]
                 for name, score in model["vocab"]
@@ -253,7 +253,7 @@ class FastTokenizer(Tokenizer):
     def _plain_tokenizer(self) -> Any:
         """Tokenizer that encodes special-token strings in the input as ordinary text.
 
-        A unigram vocabulary contains these strings as pieces; they are renamed so that no text
+        A unigram vocabulary contains these strings as tokens; they are renamed so that no text
         matches.
         """
         settings = json.loads(self._content)

@@ -281,7 +281,7 @@ def _byte_pairs(gguf: _Vocabulary) -> Any:
     # Both parts of a merge may begin with a space, but never end with one.
     places = [(text, text.find(" ", 1)) for text in merges]
     if any(space < 0 for _, space in places):
-        raise gguf.damaged("tokenizer.ggml.merges contains a text that is not a pair of tokens")
+        raise gguf.damaged("tokenizer.ggml.merges contains a string that is not a pair of tokens")
     pairs = [(text[:space], text[space + 1 :]) for text, space in places]
     vocabulary = _model_vocabulary(gguf, NORMAL, BYTE)
     model = models.BPE(vocabulary, pairs, ignore_merges=rules.takes_words)

@@ -167,7 +167,7 @@ def _sentence_pairs(
     except DataError as error:
         raise _unsupported(f"the tokenizer's vocabulary: {error}".rstrip(".")) from error
     if set(implied) != set(pairs):
-        raise _unsupported("the tokenizer's merges, which scores of pieces cannot represent")
+        raise _unsupported("the tokenizer's merges, which scores of tokens cannot represent")
     kinds = [s for key in ("normalizer", "pre_tokenizer") for s in _steps(settings.get(key))]
     leads = any(
         s["type"] == "Prepend" or s.get("prepend_scheme", "never") != "never" for s in kinds

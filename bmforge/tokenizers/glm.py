@@ -109,7 +109,7 @@ class GLMTokenizer(Tokenizer):
         return [self._specials[token] for token in _BLANKS if token in self._specials]
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a special token or a text piece; None if the vocabulary lacks it."""
+        """Return the id of a special or ordinary token; None if it is not in the vocabulary."""
         return self._specials.get(token, self._text.token_to_id(token))
 
     def get_vocab(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class GLMTokenizer(Tokenizer):
         ids = self._encode_part(text, text)
         if self._by_id.keys().isdisjoint(ids):
             return ids
-        # The names may be pieces of a sentencepiece model; splitting them prevents a match.
+        # The names may be tokens of a sentencepiece model; splitting them prevents a match.
         parts = [
             half
             for number, part in enumerate(self._split.split(text))
@@ -271,7 +271,7 @@ class GLMTokenizer(Tokenizer):
         """Return the input ids from ``<|startofpiece|>`` on, (B, G), and their labels (B, G)."""
         if isinstance(targets, str) or len(targets) != len(ids):
             raise ConfigError(
-                f"targets={targets!r:.60} must be a list with one text for each of the "
+                f"targets={targets!r:.60} must be a list with one string for each of the "
                 f"{len(ids)} inputs."
             )
         start, end = self._specials["<|startofpiece|>"], self._specials["<|endofpiece|>"]

@@ -37,11 +37,11 @@ class BytePairs:
         return self.tokenizer.get_vocab_size()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece, or None if the vocabulary lacks the piece."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         return self.tokenizer.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from piece to id."""
+        """Return the vocabulary as a dict from token to id."""
         return self.tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
@@ -73,12 +73,12 @@ class SentencePieces:
         return self.processor.get_piece_size()
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a piece, or None if the vocabulary lacks the piece."""
+        """Return the id of a token, or None if the vocabulary lacks the token."""
         id = self.processor.piece_to_id(token)
         return id if self.processor.id_to_piece(id) == token else None
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from piece to id."""
+        """Return the vocabulary as a dict from token to id."""
         return {self.processor.id_to_piece(id): id for id in range(self.vocab_size)}
 
     def encode(self, text: str) -> list[int]:

@@ -44,14 +44,14 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
     """
     if limits is None:
         return template.render(**variables)
-    pieces, length = [], 0
+    chunks, length = [], 0
     with _stopping_after(limits.seconds):
-        for piece in template.generate(**variables):
-            pieces.append(piece)
-            length += len(piece)
+        for chunk in template.generate(**variables):
+            chunks.append(chunk)
+            length += len(chunk)
             if length > limits.characters:
                 raise ValueError(f"the output is longer than {limits.characters} characters")
-    return "".join(pieces)
+    return "".join(chunks)
 
 
 @contextmanager

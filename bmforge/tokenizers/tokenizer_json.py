@@ -284,7 +284,7 @@ def add_begin_and_end_(
     )
     if tokenizer.post_processor is not None or not (begin or end):
         return
-    second = [f"{piece}:1" for piece in (*begin, "$B", *end)]
+    second = [f"{token}:1" for token in (*begin, "$B", *end)]
     tokenizer.post_processor = TemplateProcessing(
         single=[*begin, "$A", *end],
         pair=[*begin, "$A", *end, *second],

@@ -53,10 +53,10 @@ def sum_counts(
     position: str,
     mesh_and_device: tuple[DeviceMesh | None, torch.device],
 ) -> list[int]:
-    """Sum counts over processes that read different rows, and stop requests over all processes.
+    """Sum counts over processes with different samples, and stop requests over all processes.
 
     Args:
-        counts: counts for the rows of this process, such as the number of labels.
+        counts: counts for the samples of this process, such as the number of labels.
         stop: True if this process wants to stop.
         passes: this process's number of micro-batches, which must be equal everywhere.
         position: name of the step, for error messages.
@@ -79,19 +79,19 @@ def sum_counts(
 
 
 def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> None:
-    """Raise an error on all processes if processes that share rows have read different rows.
+    """Raise an error on all processes if a model-parallel group has read different samples.
 
-    Tensor-, context- and pipeline-parallel processes work on the same rows. If a loader used the
-    global rank, they would read different rows, and losses would look plausible but be wrong.
+    Tensor-, context- and pipeline-parallel processes work on the same samples. If a loader used the
+    global rank, they would read different samples, and losses would look plausible but be wrong.
 
     Args:
         micro_batches: micro-batches of this process's first step.
         mesh: mesh with all axes.
 
     Raises:
-        ConfigError: the rows differ.
+        ConfigError: the samples differ.
 
-    Comm: one all-reduce of an integer per process, if processes share rows.
+    Comm: one all-reduce of an integer per process, with any of these kinds of parallelism.
     """
     if mesh is None or data_parallel_size(mesh) == mesh.size():
         return

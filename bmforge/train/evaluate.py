@@ -74,7 +74,7 @@ def evaluate(
     The load-balancing loss of experts is excluded.
 
     Args:
-        model: model on any layout; all processes call this together.
+        model: model on any layout; all processes call this function together.
         batches: this process's micro-batches, the same number on every process.
         objective: loss function, as in training.
         mesh: mesh of the model; if None, the mesh that `parallelize` used.

@@ -111,7 +111,7 @@ def run_objective(
     Args:
         objective: loss function.
         model: model whose gradients are computed.
-        micro_batches: micro-batches of this process's rows, on the device of the model.
+        micro_batches: micro-batches of this process, on the device of the model.
         num_items: divisor of the summed loss.
         mesh: mesh of the model.
 
@@ -188,10 +188,15 @@ def rename_inputs(names: Mapping[str, str], objective: Objective = causal_lm) ->
 def count_tokens(batch: Batch) -> int:
     """Return the number of tokens of a micro-batch, excluding sequences that contain only padding.
 
-    If there is one label per sequence instead of per token, the number of sequences is returned.
+    Padding within sequences is excluded too, if the micro-batch has an `attention_mask`, so that
+    the number does not depend on the division into micro-batches. If there is one label per
+    sequence instead of per token, the number of sequences is returned.
     """
     labels = batch.get("labels")
     if labels is None or labels.dim() < 2:
         return next(iter(batch.values())).shape[0]
     rows = (labels != IGNORE_INDEX).flatten(1).any(1)
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == labels.shape:
+        return int((mask != 0)[rows].sum())
     return int(rows.sum()) * labels.shape[1]

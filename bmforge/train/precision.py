@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.parallel import is_half, left_gradient, master_weight_problems, upcast_trained_
+from bmforge.parallel import is_half, master_weight_problems, offloaded_gradient, upcast_trained_
 from bmforge.records import laid_out
 from bmforge.shards import local_tensor
 
@@ -71,7 +71,7 @@ class LossScaler:
         """
         inverse = 1.0 / self.current_scale
         for parameter in parameters:
-            left = left_gradient(parameter)
+            left = offloaded_gradient(parameter)
             if left is not None:
                 left.scale_(inverse)
             if parameter.grad is None:

@@ -122,7 +122,7 @@ def _decay_steps(config: ScheduleConfig, total: int) -> int:
 
 
 def _check(config: ScheduleConfig, total: int) -> None:
-    """Raise ConfigError for the first setting that is invalid or has no effect."""
+    """Raise `ConfigError` for the first setting that is invalid or has no effect."""
     if config.kind not in _KINDS:
         raise ConfigError(
             f"unknown schedule: schedule.kind={config.kind!r} (known: "
@@ -145,7 +145,7 @@ def _check(config: ScheduleConfig, total: int) -> None:
 
 
 def _check_effects(config: ScheduleConfig) -> None:
-    """Raise ConfigError for a setting that this kind does not use."""
+    """Raise `ConfigError` for a setting that has no effect with the kind of schedule."""
     unused = []
     if config.kind == "constant" and config.min_lr_ratio != 0.0:
         unused.append("min_lr_ratio")
@@ -162,7 +162,7 @@ def _check_effects(config: ScheduleConfig) -> None:
 
 
 def _check_kind(config: ScheduleConfig, total: int) -> None:
-    """Raise ConfigError if a setting that the kind requires is missing or out of range."""
+    """Raise `ConfigError` if a setting that the kind of schedule needs is out of range."""
     if config.kind == "noam" and config.warmup_steps < 1:
         raise ConfigError(
             f"schedule.warmup_steps={config.warmup_steps} must be at least 1 with "

@@ -1,4 +1,4 @@
-"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP, at once on a second signal."""
+"""Stops a run after its current step on SIGINT, SIGTERM or SIGHUP, immediately on a second one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGNALS = tuple(
 
 
 class StopRequest:
-    """Context manager whose attribute `asked` is the name of the received stop signal, or None."""
+    """Context manager whose attribute `asked` is the name of the received stop signal, if any."""
 
     def __init__(self) -> None:
         self.asked: str | None = None

@@ -95,7 +95,7 @@ class Trainer:
             a new sample order.
         step: number of completed optimizer steps.
         stopped: True if a signal has ended `fit` before its last step.
-        save_error: error of the last checkpoint; None if the checkpoint was written.
+        save_error: error raised while writing the last checkpoint; None if it was written.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer
 
-from bmforge.models import CPM2, CPM2Config
+from bmforge.models import CPM2, GLM, CPM2Config, GLMConfig
 from bmforge.tokenizers import CPM2Tokenizer
 
 __all__ = ["write_data", "write_models"]
@@ -199,6 +199,35 @@ def write_models(target: Path) -> None:
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
         model.save_pretrained(folder)
+    _write_glm(target / "glm")
+
+
+def _write_glm(folder: Path) -> None:
+    """Write a GLM with the vocabulary size of glm-10b-zh, whose ids ModelCenter's test contains."""
+    buffer, names = io.BytesIO(), ["<|endoftext|>", "[SEP]", "[CLS]", "[MASK]", "[UNK]", ""]
+    names += ["<|startofpiece|>", "<|endofpiece|>", "[sMASK]", "[gMASK]"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b"]),
+        model_writer=buffer,
+        model_type="bpe",
+        vocab_size=50_000,
+        user_defined_symbols=[f"<{number}>" for number in range(49_994)],
+        minloglevel=2,
+    )
+    ids = {name: 50_000 + number for number, name in enumerate(names) if name}
+    config = GLMConfig(
+        vocab_size=50_048,
+        hidden_size=_WIDTH,
+        intermediate_size=4 * _WIDTH,
+        num_layers=2,
+        num_heads=4,
+        max_seq_len=1024,
+        sop_token_id=ids["<|startofpiece|>"],
+        mask_token_id=ids["[sMASK]"],
+    )
+    GLM.from_config(config, seed=0).save_pretrained(folder)
+    (folder / "cog-pretrain.model").write_bytes(buffer.getvalue())
+    (folder / "added_tokens.json").write_text(json.dumps(ids), "utf-8")
 
 
 def _superglue_rows(name: str, count: int, draw: random.Random) -> list[dict[str, Any]]:

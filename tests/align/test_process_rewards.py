@@ -210,6 +210,14 @@ def test_unread_fields_are_refused_or_ignored(folder: Path, tmp_path: Path) -> N
     assert encode_steps(example, None, tokenizer, "\n", ("level",)).labels.count(1) == 1
     with pytest.raises(ConfigError, match="no tokens"):
         encode_steps(example, None, tokenizer, "", ("level",))
+    template = ChatTemplate(None, tokenizer)
+    user = {"role": "user", "content": "a"}
+    chat = StepExample("line 1", [{**user, "name": "b"}], ("b",), (True,))
+    with pytest.raises(DataError, match="line 1: message 1 has the field 'name'"):
+        encode_steps(chat, template, tokenizer, "\n")
+    plain = StepExample("line 1", [user], ("b",), (True,))
+    ignored = encode_steps(chat, template, tokenizer, "\n", ("name",))
+    assert ignored == encode_steps(plain, template, tokenizer, "\n")
 
 
 def test_truncated_answers_without_a_label_are_left_out() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from bmforge.align.rewards import RewardProcess, open_rewards, read_weight
+from bmforge.align.reward_names import name_rewards, read_weight
+from bmforge.align.rewards import RewardProcess, open_rewards
 from bmforge.align.verifiers import make_verifier
 from bmforge.errors import ConfigError
 
@@ -268,3 +269,18 @@ def test_weights_follow_the_last_equals_sign() -> None:
     assert read_weight("regex:x=y") == ("regex:x=y", 1.0)
     assert read_weight("regex:x=2=0.5") == ("regex:x=2", 0.5)
     assert math.isclose(read_weight("a:b=1e-3")[1], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (["dir:runs/a/export", "dir:x/name", "exact:b"], ["a", "name", "exact"]),
+        (["dir:/runs/a/export", "dir:b/a/export"], ["runs/a/export", "b/a/export"]),
+        (["dir:export", "lib/one.py:score", "two:score"], ["export", "one.score", "two.score"]),
+        (["exact:a", "exact:b", "number:b"], ["exact:a", "exact:b", "number"]),
+        (["http://h/a", "https://h/b", "http://g/b"], ["h/a", "h/b", "g"]),
+        (["m:f", "m:f", "m.f"], ["m.f", "m.f_1", "m.f_2"]),
+    ],
+)
+def test_rewards_of_equal_names_are_told_apart(specs: list[str], names: list[str]) -> None:
+    assert name_rewards(specs) == names

@@ -188,8 +188,8 @@ def test_nothing_is_set_on_models_from_outside() -> None:
     [
         "def f(one): one.parameter.master = home",
         "def f(parameter: nn.Parameter): parameter.master = home",
-        "def f(one: Tensor): one.left_gradient = self",
-        "def f(parameter):\n  target: Any = parameter\n  target.left_gradient = self",
+        "def f(one: Tensor): one.offloaded_gradient = self",
+        "def f(parameter):\n  target: Any = parameter\n  target.offloaded_gradient = self",
         "for target in ps:\n  tensor = target\n  tensor.read_streamed = read",
         'def f(p): setattr(p, "master", 1)',
     ],

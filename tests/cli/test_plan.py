@@ -27,7 +27,7 @@ def test_a_plan_from_model_to_command(tmp_path: Path, capsys: pytest.CaptureFixt
     cost = ["--tokens", "1e9", "--price", "2.5", "--currency", "EUR", "--plot", str(picture)]
     assert main([*SMALL, *cost]) == 0
     out = capsys.readouterr().out
-    assert "2 rows of 64 tokens per step, fp16, on 1 x v100-16gb" in out
+    assert "2 sequences of 64 tokens per step, fp16, on 1 x v100-16gb" in out
     assert list((tmp_path / "cache" / "bmforge" / "plan").glob("*.json"))
     found = re.search(r"1e\+09 tokens: .* hours .*, ([\d,]+) GPU-hours, ([\d,]+) EUR", out)
     assert found is not None

@@ -246,7 +246,6 @@ def test_parts_of_tasks(
         ("--reference copy", "no effect with --task pretrain"),
         ("--task rl --reference precomputed", "allowed: adapter, copy"),
         ("--task preferences --reference adapter", "Add --adapter lora"),
-        ("--task rl --reference copy --gpus 2", "supports only one process"),
         ("--task distill", "is required with --task distill"),
         ("--task rl --teacher gpt2", "no effect with other tasks"),
         ("--task reward --max-num-seqs 4", "no effect without --task rl"),

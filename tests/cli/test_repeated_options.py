@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmforge.cli.parse import parse_options
+from bmforge.cli.main import main
+from bmforge.cli.parse import parse_options, take_option
 from bmforge.cli.serve_options import ServeCommand
 
 
@@ -54,6 +56,31 @@ def test_no_value_of_a_list_is_lost(uses, joins_by_sign) -> None:
     assert (parsed.sizes or []) == sizes
     assert parsed.label == (labels[-1] if labels else "")
     assert parsed.fast == any(name == "--fast" for name, _ in uses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--label", "a", "--label=b"], "--label is set several times, such as to a; the last"),
+        (["--fast", "--no-fast"], "--fast is set several times, such as to True; the last"),
+        (["--label", "a", "--label", "a", "--names", "b", "--names", "c"], None),
+    ],
+)
+def test_another_value_of_an_option_is_no_silent_change(
+    arguments: list[str], words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        parse_options(Options, arguments, "test")
+    assert (words in caplog.text) if words else not caplog.records
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """`train` reads --model before all other options; it has no last value."""
+    for more in (["--model", "b"], ["--model=b"]):
+        assert main(["train", "rl", "--model", "a", *more]) == 2
+        assert "error: --model is set several times (a, b)" in capsys.readouterr().err
+    assert take_option(arguments := ["x", "--out=1", "y", "--out", "1"], "--out") == "1"
+    assert arguments == ["x", "y"]
 
 
 def test_adapters_of_a_server() -> None:

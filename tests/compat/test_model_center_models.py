@@ -217,8 +217,8 @@ def test_sources_and_targets_by_length_and_by_mask() -> None:
 
 
 def test_glm_derives_the_positions_that_can_be_given() -> None:
-    """A blank (98) in part A, its contents behind the start (97)."""
-    ids = torch.tensor([[5, 6, 98, 7, 97, 11, 12]])
+    """A blank (98) in part A, its contents behind the start (97); ids in int32, as in programs."""
+    ids = torch.tensor([[5, 6, 98, 7, 97, 11, 12]]).int()
     model = small("GLM")
     positions = torch.tensor([[0, 1, 2, 3, 2, 2, 2]])
     places = torch.tensor([[0, 0, 0, 0, 1, 2, 3]])

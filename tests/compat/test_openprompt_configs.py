@@ -205,8 +205,8 @@ def test_on_the_command_line(tmp_path, capsys, monkeypatch):
 def test_what_is_no_config(tmp_path):
     for text, said in (
         ("a: [", "cannot be read"),
-        ("- a", "is not a config of OpenPrompt"),
-        ("other: 1", "is not a config of OpenPrompt"),
+        ("- a", "is not a valid OpenPrompt config"),
+        ("other: 1", "is not a valid OpenPrompt config"),
         ("plm: {optimize: {eps: x}}\ndataset: {name: mnli}", r"eps='x' must be of type float"),
         (SOFT.replace("'", "") % "True", "Put words in quotes"),
         ("!!python/object/apply:os.getcwd []", "cannot be read"),

@@ -152,7 +152,7 @@ def test_decoding_with_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, kin
 def test_what_a_gated_model_refuses() -> None:
     model = stir("llama")
     attach_gates_(model, ("heads",))
-    with pytest.raises(ConfigError, match=r"has gates\. Remove them first"):
+    with pytest.raises(ConfigError, match=r"has gates\. Call detach_gates_ first"):
         attach_gates_(model, ("features",))
     with pytest.raises(ConfigError, match=r"has gates\. Measure the importance"):
         measure_importance(model, [make_inputs("llama")], "activation")

@@ -61,7 +61,7 @@ def read_plan(path: Path, shard_bytes: int) -> tuple[int, list[Document]]:
     """Return how many shards there are, and all documents in their pieces."""
     found, shards = [], plan_shards([path], shard_bytes).shards
     for shard in shards:
-        for piece in shard.pieces:
+        for piece in shard.ranges:
             part = read_records(
                 Path(piece.path),
                 ReadOptions(),
@@ -115,7 +115,7 @@ def test_what_cannot_be_cut_is_whole(tmp_path: Path) -> None:
         how = how_to_cut(path)
         assert how != "packed" or find_parts(path, how, 1000).at == ()
         (shard,) = plan_shards([path], 1000).shards
-        assert [piece.end for piece in shard.pieces] == [-1]
+        assert [piece.end for piece in shard.ranges] == [-1]
 
 
 @pytest.mark.parametrize("kind", ["gz", "parquet"])

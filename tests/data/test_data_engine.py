@@ -17,9 +17,14 @@ from prepare_cases import prepare_plainly, written
 
 from bmforge.data import Document, DocumentStage, PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
+from bmforge.data.prepare import encode, stages
 from bmforge.data.prepare import journal as journal_module
-from bmforge.data.prepare import stages
-from bmforge.data.prepare.documents import NORMALISE, DocumentsTask, make_documents
+from bmforge.data.prepare.documents import (
+    NORMALISE,
+    DocumentsTask,
+    make_documents,
+    read_digests,
+)
 from bmforge.data.prepare.engine import Blame, Limits, StagePart, run_parts
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.journal import Journal, write_hashed
@@ -182,7 +187,7 @@ def test_lines_are_cut_at_line_ends(
     found = []
     for shard in plan.shards:
         assert shard.size_bytes <= size + 31
-        for piece in shard.pieces:
+        for piece in shard.ranges:
             if not content.strip():
                 continue
             try:
@@ -202,12 +207,39 @@ def test_lines_are_cut_at_line_ends(
     assert found == expected
 
 
+def test_a_worker_loads_a_tokenizer_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tokenizer that encodes leaks memory, so a worker would grow with every shard."""
+    prepare(corpus, tmp_path / "out", PrepareConfig(vocab_size=300, keep_stages=True))
+    stages_folder = tmp_path / "out" / "preparing.tmp" / "stages"
+    tokenizer = stages_folder / "tokenizer"
+    chosen = encode.Chosen(
+        stages_folder / "documents",
+        (len(read_digests(stages_folder / "documents", 0)),),
+        stages_folder / "duplicates" / "kept",
+        stages_folder / "split" / "held_out",
+        None,
+        0,
+    )
+    loaded: list[str] = []
+    load = encode.load_tokenizer
+    monkeypatch.setattr(encode, "load_tokenizer", lambda path: loaded.append(path) or load(path))
+    for round_number in (1, 2):
+        for attempt in range(3):
+            folder = tmp_path / f"{round_number}-{attempt}"
+            task = encode.EncodeTask(0, chosen, tokenizer, 0, folder, False)
+            encode.encode_shard(StagePart(0, task), lambda entry, in_reading, name: None)
+        assert len(loaded) == round_number
+        (tokenizer / "other.txt").write_text("changed")  # loaded again
+
+
 def test_small_files_share_a_shard(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_bytes(b"x" * 100)
     files = sorted(tmp_path.iterdir())
     shards = plan_shards(files, 350).shards
-    assert [len(shard.pieces) for shard in shards] == [3, 3, 3, 1]
+    assert [len(shard.ranges) for shard in shards] == [3, 3, 3, 1]
     (tmp_path / "4.txt").write_bytes(b"y" * 100)
     changed = plan_shards(files, 350).shards
     assert [a.key == b.key for a, b in zip(shards, changed, strict=True)] == [

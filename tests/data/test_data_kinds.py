@@ -11,6 +11,7 @@ import lzma
 import random
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,28 @@ def test_arc(tmp_path: Path) -> None:
     assert "truncated" in str(entries(tmp_path / "b.arc")[-1])
 
 
+def test_a_response_of_an_arc_file_is_decoded(tmp_path: Path) -> None:
+    """The HTTP headers state how: compressed, in chunks, in a character set, or not at all."""
+    text = "Городской совет обсудил новый мост через реку."
+    plain = text.encode("koi8-r")
+    bodies = {
+        "Content-Encoding: gzip": gzip.compress(plain),
+        "Content-Encoding: deflate": zlib.compress(plain),
+        "Transfer-Encoding: chunked": b"%x\r\n%b\r\n0\r\n\r\n" % (len(plain), plain),
+        "Server: a": plain,
+    }
+    file = b""
+    for head, body in bodies.items():
+        page = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=koi8-r\r\n{head}\r\n\r\n"
+        size = len(page) + len(body)
+        file += f"http://a.example/ 127.0.0.1 20240501000000 text/plain {size}\n".encode()
+        file += page.encode() + body + b"\n"
+    (tmp_path / "a.arc").write_bytes(b"filedesc://a 0.0.0.0 20240501 text/plain 0\n\n" + file)
+    found = entries(tmp_path / "a.arc")
+    assert [one.text for one in found] == [text] * len(bodies)  # type: ignore[union-attr]
+    assert {one.date for one in found} == {"2024-05-01"}  # type: ignore[union-attr]
+
+
 def test_archives_and_packings(tmp_path: Path) -> None:
     """Members of members, each read as what it is; what is not read is named."""
     lines = b'{"text": "one"}\n{"text": "two"}\n'
@@ -270,6 +293,17 @@ def test_archives_and_packings(tmp_path: Path) -> None:
     assert report.funnel is not None
     assert (report.documents, report.skipped) == (6, 1)
     assert report.funnel.dropped["archive_link"].documents == 1
+
+
+def test_an_archive_of_macos_is_read(tmp_path: Path) -> None:
+    """Its files of attributes have the names of texts; each is named, and none ends the run."""
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("one.txt", b"The text of the first file is longer than its attributes.")
+        archive.writestr("__MACOSX/._one.txt", bytes.fromhex("00051607 00020000") + b"Mac OS X")
+    report = prepare(tmp_path, tmp_path / "out", PrepareConfig(vocab_size=300))
+    assert report.documents == 1
+    assert report.funnel is not None
+    assert report.funnel.dropped["unknown_kind"].documents == 1
 
 
 def test_archives_in_archives_end(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def entries(path: Path, shard_bytes: int) -> tuple[int, list[str]]:
     found: list[str] = []
     shards = plan_shards([path], shard_bytes).shards
     for shard in shards:
-        for piece in shard.pieces:
+        for piece in shard.ranges:
             try:
                 found += read_piece(path, piece)
             except DataError as error:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from bmforge.data import (
     python_topics,
     read_documents,
 )
+from bmforge.data.sources.files import parse_record, read_records
+from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError, MissingDependencyError
 
 
@@ -143,6 +146,37 @@ def test_a_table_may_have_another_delimiter(tmp_path: Path, delimiter: str) -> N
         csv.writer(file, delimiter=delimiter).writerows(rows)
     texts = [document.text for document in read_documents(tmp_path)]
     assert texts == [row[1] for row in rows[1:]]
+
+
+READ_TABLES = {
+    "stray.tsv": ('1\t"Open.\n2\tNext.\n3\tA "word".\n', ['"Open.', "Next.", 'A "word".']),
+    "pair.tsv": ('1\t"Open.\n2\tClosed."\n', ['"Open.', 'Closed."']),
+    "last.tsv": ('1\t"Open\n2\tend', ['"Open', "end"]),
+    "lines.tsv": ('1\t"Two\nlines"\n2\t"a ""b"""\n', ["Two\nlines", 'a "b"']),
+    "lines.csv": ('1,"Two\nlines"\n2,"a" b\n3,c "d"\n', ["Two\nlines", "a b", 'c "d"']),
+    "open.csv": ('1,a\n2,"Open\n3,"Third" row\n4,d\n', ["a", "lines 3 to 4", "d"]),
+    "end.csv": ('1,a\n2,"Open\n3,c\n4,d\n', ["a", "lines 3 to 5"]),
+}
+
+
+@pytest.mark.parametrize("name", READ_TABLES)
+def test_a_stray_quotation_mark_joins_no_rows(tmp_path: Path, name: str) -> None:
+    """With tabs, each line is a row; with commas, the lines are one error that names them."""
+    content, expected = READ_TABLES[name]
+    (tmp_path / name).write_text(("id\ttext\n" if name.endswith("tsv") else "id,text\n") + content)
+    texts = []
+    for record in read_records(tmp_path / name, ReadOptions()):
+        try:
+            texts.append(parse_record(record).text)  # type: ignore[union-attr]
+        except DataError as error:
+            texts += re.findall("lines . to .", str(error))
+    assert texts == expected
+
+
+def test_two_text_columns_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(DataError, match="several columns have the name 'text'"):
+        list(read_records(tmp_path / "a.csv", ReadOptions()))
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_stretches_that_occur_before_are_cut(
     assert json.loads(line)["rule"] == "repeated_spans"
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.3])
+def test_the_held_out_fraction_is_that_of_the_text_without_stretches(
+    tmp_path: Path, fraction: float
+) -> None:
+    """Three of four documents mostly repeat the first one, so their sizes say nothing."""
+    shared = draw_text(0, 3000)
+    texts = [f"{shared} {draw_text(10 + n, 100)}" for n in range(4)]
+    path = write(tmp_path / "in.jsonl", texts)
+    config = replace(CONFIG, repeated_spans=50, validation_fraction=fraction)
+    report = prepare(path, tmp_path / "out", config)
+    total = sum(len(text.encode()) for text in cut_plainly(texts, 50))
+    assert report.train.text_bytes + report.validation.text_bytes == pytest.approx(total, abs=8)
+    assert report.validation.text_bytes == pytest.approx(fraction * total, rel=0.1)
+
+
 def test_near_duplicates_go_first(texts: list[str], tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [*texts, f"{texts[7]} end"])
     config = replace(CONFIG, repeated_spans=50, near_duplicates=0.8)

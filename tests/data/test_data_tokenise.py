@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import json
+import random
+import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +21,21 @@ from bmforge.data import (
     train_bpe,
 )
 from bmforge.errors import ConfigError, DataError
+from bmforge.host_memory import find_glibc
 from bmforge.tokenizers import FastTokenizer
 
 TEXTS = [d.text for d in python_topics()][:12]
+# Prints by how much the memory of a process grows while it prepares the second file.
+GROWTH = """
+import sys
+from bmforge.data import PrepareConfig, prepare
+from bmforge.host_memory import resident_bytes
+small, large, out = sys.argv[1:]
+prepare(small, out + "-small", PrepareConfig(vocab_size=300, workers=1))
+before = resident_bytes()
+prepare(large, out + "-large", PrepareConfig(vocab_size=300, workers=1))
+print(resident_bytes() - before)
+"""
 SAMPLES = [*TEXTS[:2], "Grüße, 世界! 🦉\n\n  tab\tend ", "", f"a{END_OF_TEXT}b"]
 
 
@@ -85,3 +102,17 @@ def test_limits_inside_the_file_cut_nothing(tmp_path: Path) -> None:
     assert opened.encode(TEXTS[0]) == whole
     opened.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == content
+
+
+@pytest.mark.skipif(find_glibc() is None, reason="the allocator is not glibc's")
+def test_memory_of_the_training_is_returned(tmp_path: Path) -> None:
+    """Otherwise 80 MB of 100,000 words stay in the parent process while the workers encode."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices(string.ascii_lowercase, k=8)) for _ in range(100_000)]
+    lines = [json.dumps({"text": " ".join(words[i : i + 100])}) for i in range(0, len(words), 100)]
+    for name, count in (("small.jsonl", 3), ("large.jsonl", len(lines))):
+        (tmp_path / name).write_text("\n".join(lines[:count]))
+    paths = [str(tmp_path / name) for name in ("small.jsonl", "large.jsonl", "out")]
+    command = [sys.executable, "-c", GROWTH, *paths]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 40_000_000

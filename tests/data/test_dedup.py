@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
+import tracemalloc
 from hashlib import blake2b
 
 import numpy as np
 import pytest
 
 from bmforge.data.clean.drop import Drop
+from bmforge.data.dedup import exact, files, spans
 from bmforge.data.dedup.clusters import Clusters, join_group
-from bmforge.data.dedup.exact import cut_paragraphs, find_copies, find_repeated_paragraphs
+from bmforge.data.dedup.exact import (
+    cut_paragraphs,
+    find_copies,
+    find_repeated_numbers,
+    find_repeated_paragraphs,
+)
 from bmforge.data.dedup.index import write_index
 from bmforge.data.dedup.minhash import (
     DedupConfig,
@@ -23,7 +31,7 @@ from bmforge.data.dedup.minhash import (
 )
 from bmforge.data.dedup.near import Sketches, find_near_duplicates, read_sketches
 from bmforge.data.dedup.overlap import Decontaminate, OverlapIndex, examples_of, find_overlap
-from bmforge.data.dedup.spans import cut_spans, find_repeated_spans
+from bmforge.data.dedup.spans import cut_spans, find_repeated_runs, find_repeated_spans
 from bmforge.data.dedup.tokens import hash_runs, hash_tokens, split_tokens
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, DataError
@@ -258,12 +266,15 @@ def test_copies_of_whole_texts():
     assert find_copies(documents[::-1]) == find_copies(documents)
 
 
-def test_repeated_paragraphs():
+def test_repeated_paragraphs(tmp_path):
     long, other = "a paragraph of some length " * 3, "another paragraph, of its own " * 3
     texts = [f"{long}\n\nshort\n\n{other}", f"short\n\n{long}", f"{other}\n\n{other}\n\nend" * 2]
     documents = [Document(text, "f", str(i)) for i, text in enumerate(texts)]
     found = find_repeated_paragraphs(lambda: documents)
     assert found == find_repeated_paragraphs(lambda: documents[::-1])
+    by_files = find_repeated_numbers(documents, 50, tmp_path, bound_bytes=0)
+    numbers = [found.get(document.id, []) for document in documents]
+    assert [list(part) for part in by_files] == numbers
     left = [cut_paragraphs(one.text, found.get(one.id, ())) for one in documents]
     for part in (long, other):
         assert sum(text.split("\n\n").count(part) for text in left) == 1
@@ -281,7 +292,13 @@ def plain_spans(texts, n):
 
 
 @pytest.mark.parametrize("chinese", [False, True])
-def test_repeated_spans_are_those_of_a_quadratic_search(chinese, tmp_path):
+@pytest.mark.parametrize("is_small", [False, True])
+def test_repeated_spans_are_those_of_a_quadratic_search(chinese, is_small, tmp_path, monkeypatch):
+    if is_small:  # several batches, slices and ranges
+        monkeypatch.setattr(spans, "_BATCH", 64)
+        monkeypatch.setattr(spans, "_SLICE_BYTES", 32)
+        monkeypatch.setattr(spans, "_READ_ENTRIES", 3)
+        monkeypatch.setattr(files, "_SMALLEST_RANGE", 7)
     draw = random.Random(7)
     shared = write(draw, 40, chinese)
     texts = []
@@ -297,6 +314,37 @@ def test_repeated_spans_are_those_of_a_quadratic_search(chinese, tmp_path):
         assert split_tokens(cut_spans(document.text, found.get(document.id, []))) == left
     assert len(found) > 3
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("find", [find_repeated_runs, find_repeated_numbers])
+def test_memory_does_not_grow_with_the_repeats(find, tmp_path, monkeypatch):
+    """Each document repeats the second half of the one before it."""
+    monkeypatch.setattr(spans, "_BATCH", 1 << 10)
+    monkeypatch.setattr(spans, "_READ_ENTRIES", 1 << 8)
+    monkeypatch.setattr(files, "_SMALLEST_RANGE", 1 << 10)
+    monkeypatch.setattr(exact, "_BATCH", 64)
+    options = {} if find is find_repeated_runs else {"bound_bytes": 1 << 12}
+
+    def write_documents(count):
+        draw, last = random.Random(0), ""
+        for number in range(count):
+            half = " ".join(draw.choices(WORDS, k=40))
+            yield Document(f"{last}\n\n{half}", "f", str(number))
+            last = half
+
+    def measure(count):
+        tracemalloc.start()
+        found = find(write_documents(count), 20, tmp_path / str(count), **options)
+        num_repeated = sum(map(len, found))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        shutil.rmtree(tmp_path / str(count))
+        return num_repeated, peak
+
+    measure(800)  # fills the caches
+    (few, small), (many, large) = measure(200), measure(800)
+    assert (few, many) == ((199, 799) if options else (21 * 199, 21 * 799))
+    assert large < 1.5 * small
 
 
 EXAMPLE = (

@@ -120,8 +120,9 @@ def test_margins(tmp_path: Path) -> None:
         plain,
     ]
     assert [e.margin for e in read(tmp_path, *records)] == [2.0, 3.5, 3.5, 3.0, None]
-    with pytest.raises(DataError, match="numbers"):
-        read(tmp_path, {**plain, "margin": "2"})
+    for margin in ("2", float("nan"), float("inf"), True):
+        with pytest.raises(DataError, match="finite numbers"):
+            read(tmp_path, {**plain, "margin": margin})
 
 
 def test_marked_answers(tmp_path: Path) -> None:
@@ -154,6 +155,11 @@ def test_marked_answers(tmp_path: Path) -> None:
         ({"chosen": [says("a")], "rejected": [says("b")]}, "common messages"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "label='good'"),
         ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "the same length"),
+        ({"prompt": "a", "completions": ["b", "c"], "scores": [1, float("nan")]}, "finite"),
+        ({"prompt": "a", "completions": ["b", "c"], "scores": [2, 2.0]}, "no answer is preferred"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "d"}, "'system' has no effect"),
+        ({"chosen": "a b", "rejected": "a c", "system": "d"}, "'system' has no effect"),
+        ({"prompt": "a", "completion": "b", "label": True, "system": "d"}, "'system' has no"),
         ({"prompt": [USER], "chosen": [OTHER], "rejected": [OTHER]}, "assistant"),
         ({"prompt": "a", "label": True}, "completion"),
     ],
@@ -328,6 +334,19 @@ def test_unknown_fields_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     (example,) = read(tmp_path, {**PAIR, "style": "x", "id": 3})
     with pytest.raises(DataError, match="style"):
         encode(example, tokenizer)
+
+
+def test_fields_of_texts_are_refused_or_ignored(tmp_path: Path, tokenizer: Any) -> None:
+    """No template reads them: a tool or a template variable would have no effect."""
+    plain = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    for fields in ({"tools": [{"name": "f"}]}, {"chat_template_kwargs": {"a": 1}}, {"style": "x"}):
+        name = next(iter(fields))
+        for record in ({**plain, **fields}, {"chosen": "a b", "rejected": "a c", **fields}):
+            (example,) = read(tmp_path, record)
+            template = ChatTemplate(CHATML, tokenizer)
+            with pytest.raises(DataError, match=f"the fields {name}, .*--data.ignore {name}"):
+                encode_preference(example, template, tokenizer)
+            assert encode_preference(example, template, tokenizer, (name,)).chosen
 
 
 def test_truncation_drops_and_counts(tmp_path: Path, tokenizer: Any) -> None:

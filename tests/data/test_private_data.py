@@ -95,6 +95,7 @@ VERSIONS = (
         "见第 3.2.1.4 条",
     ),
     *("3.2.1 Masks\n3.2.1.4 Rules\nThe rules of 3.2.1.4 apply.", "## 3.2.1 Masks\n(see 3.2.1.4)"),
+    *("3.2.1.1 Scope\n3.2.1.2 Terms\nThe terms of 3.2.1.2 apply.", "3.2 Masks\n\n3.2.1.4 Rules"),
     *("Kapitel 3.2.1.4", "appendix 3.2.1.4", "JDK 9.0.4.1", "Chrome 9.8.7.6", "kernel 4.4.0.21"),
 )
 ALIKE = (
@@ -127,6 +128,11 @@ IN_CONTEXT = (
         ("3.2.1.4 Rules", "<IP> Rules"),
         ("8.8.8.8\n8.8.4.4", "<IP>\n<IP>"),
     ),
+    *(
+        ("4.2.2.1 dns1\n4.2.2.2 dns2", "<IP> dns1\n<IP> dns2"),
+        ("8.8.8.8 A\n8.8.8.9 B", "<IP> A\n<IP> B"),
+    ),
+    *(("8.8 million users\n8.8.8.8 Google", "8.8 million users\n<IP> Google"),),
     *(("IBAN DE89 3704 0044 0532 0130 00 BIC X", "IBAN <IBAN> BIC X"), ("root@8.8.8.8", "<EMAIL>")),
     *(("GB29 NWBK 6016 1331 9268 19 AND", "<IBAN> AND"), ("root@[8.8.8.8]", "<EMAIL>")),
     *(("name@example.org1", "<EMAIL>1"), ("138\u00a01234\u00a05678", "<PHONE>")),

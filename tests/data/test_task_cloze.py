@@ -159,5 +159,5 @@ def test_bleu_is_its_closed_form():
     both = corpus_bleu(["a b", "c x"], [["a b"], ["c d"]], 1)
     assert both == pytest.approx(3 / 4)
     assert corpus_bleu(["x"], [["y"]]) == 0.0
-    with pytest.raises(ShapeError, match="at least one correct text"):
+    with pytest.raises(ShapeError, match="at least one reference text"):
         corpus_bleu(["x"], [[]])

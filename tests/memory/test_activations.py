@@ -74,11 +74,11 @@ def test_copies_come_one_block_ahead() -> None:
     place = {(e.kind, e.label): i for i, e in reversed(list(enumerate(events[:half])))}
     for number in (2, 1):
         behind = place["awaited", f"in block {number}, tensor 0"]
-        ahead = place["asked", f"in block {number - 1}, tensor 0"]
+        ahead = place["submitted", f"in block {number - 1}, tensor 0"]
         assert ahead < behind
     # The last block's stay; the others' leave before the block after the next one begins.
     assert not any("block 3" in event.label for event in events)
-    assert place["awaited", "out block 0, tensor 0"] < place["asked", "out block 2, tensor 0"]
+    assert place["awaited", "out block 0, tensor 0"] < place["submitted", "out block 2, tensor 0"]
 
 
 def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda self, shape, dtype: (made.append(1), original(self, shape, dtype))[1],
     )
     _, events = gradients("llama", offloads=True)
-    sent = sum(event.kind == "asked" and event.label.startswith("out") for event in events)
+    sent = sum(event.kind == "submitted" and event.label.startswith("out") for event in events)
     assert sent % 2 == 0
     assert len(made) == sent // 2
 

@@ -137,7 +137,7 @@ def test_those_that_are_here_work_first() -> None:
     computed = [label for kind, label in words if kind == "computes"]
     assert computed[:2] == ["5", "6"]
     assert sorted(computed) == list("01234567")
-    asked = words.index(("asked", "0"))
+    asked = words.index(("submitted", "0"))
     assert asked < words.index(("computes", "5"))
     streamer.close()
 

@@ -12,16 +12,16 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import make_copy_engine
-from bmforge.memory.offload import OffloadConfig, check_room, choose_parameters
+from bmforge.memory.offload import OffloadConfig, check_host_memory, choose_parameters
 from bmforge.memory.spill import SpillFile
-from bmforge.memory.state_storage import BLOCK_ELEMENTS, Home, home_bytes
+from bmforge.memory.state_storage import BLOCK_ELEMENTS, StateStorage, storage_bytes
 
 SIZES = [1, 255, 256, 1000, 70_001]
 
 
-def make_home(tmp_path: Path, on_disk: bool, numel: int, kind: Any, **more: Any) -> Home:
-    disk = SpillFile(tmp_path, SpillFile.rounded(home_bytes(numel, kind))) if on_disk else None
-    return Home(numel, kind, disk=disk, **more)
+def make_home(tmp_path: Path, on_disk: bool, numel: int, kind: Any, **more: Any) -> StateStorage:
+    disk = SpillFile(tmp_path, SpillFile.rounded(storage_bytes(numel, kind))) if on_disk else None
+    return StateStorage(numel, kind, disk=disk, **more)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -69,7 +69,7 @@ def test_8bit(tmp_path: Path, on_disk: bool, numel: int, signed: bool) -> None:
 def test_8bit_error_is_small_for_moments() -> None:
     """Of normal values the root mean square error is about half a percent of a block's largest."""
     values = torch.randn(1 << 16)
-    home = Home(values.numel(), "8bit")
+    home = StateStorage(values.numel(), "8bit")
     home.put(0, values)
     error = (home.fetch() - values).square().mean().sqrt()
     assert error < 0.02
@@ -78,7 +78,7 @@ def test_8bit_error_is_small_for_moments() -> None:
 def test_8bit_second_moments_stay_above_zero() -> None:
     """A step is divided by their root: what is not zero must not become it."""
     values = torch.tensor([1.0, 1e-12, 0.0, *([0.5] * 253)])
-    home = Home(256, "8bit", signed=False)
+    home = StateStorage(256, "8bit", signed=False)
     home.put(0, values)
     kept = home.fetch()
     assert kept[1] > 0
@@ -123,9 +123,9 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path, what: str) -> None:
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    check_room(1 << 20)
+    check_host_memory(1 << 20)
     with pytest.raises(ConfigError, match=r"needs 4\.0 PiB|needs 4096\.0 TiB.*4 processes"):
-        check_room(1 << 50)
+        check_host_memory(1 << 50)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,13 @@ def test_work_is_done_in_order_and_errors_come_back() -> None:
     ticket = engine.run(lambda: done.append(target.sum().item()), "second")
     ticket.wait()
     assert done == [3.0]
-    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("begun", "done")]
-    assert kinds == [("begun", "first"), ("done", "first"), ("begun", "second"), ("done", "second")]
+    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("started", "done")]
+    assert kinds == [
+        ("started", "first"),
+        ("done", "first"),
+        ("started", "second"),
+        ("done", "second"),
+    ]
     failing = engine.run(lambda: 1 // 0, "third")  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         failing.wait()

@@ -123,17 +123,17 @@ def test_blocks_come_one_ahead(tmp_path: Path) -> None:
     words = [
         (e.kind, e.label.removeprefix("read "))
         for e in engine.events
-        if e.kind in ("asked", "computes")
+        if e.kind in ("submitted", "computes")
     ]
     order = [int(label[-1]) for kind, label in words if kind == "computes"]
     assert order == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0] * 2
     # The two blocks at a turn stay: what a step reads is the others, once in each direction.
-    asked = [int(label[-1]) for kind, label in words if kind == "asked" and label]
+    asked = [int(label[-1]) for kind, label in words if kind == "submitted" and label]
     assert asked == [0, 1, 2, 3, 4, 2, 1, 0, 2, 3, 4, 2, 1, 0]
     # A block is asked for before the one that runs before it computes.
     computed = [index for index, (kind, _) in enumerate(words) if kind == "computes"]
     for before, after in itertools.pairwise(computed):
-        assert ("asked", words[after][1]) not in words[before:after], words[before : after + 1]
+        assert ("submitted", words[after][1]) not in words[before:after], words[before : after + 1]
 
 
 def test_two_blocks_are_here(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def computed_and_asked(engine: CopyEngine) -> tuple[list[int], list[int]]:
     for event in engine.events:
         if event.kind == "computes":
             found[0].append(int(event.label.rpartition(" ")[2]))
-        if event.kind == "asked" and event.label.startswith("read"):
+        if event.kind == "submitted" and event.label.startswith("read"):
             found[1].append(int(event.label.rpartition(" ")[2]))
     return found
 
@@ -170,9 +170,9 @@ def test_a_slot_fills_while_resident_blocks_run() -> None:
     with torch.no_grad():
         streamed(input_ids=IDS)
         streamed(input_ids=IDS)
-    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("asked", "resident")]
+    kinds = [(e.kind, e.label) for e in engine.events if e.kind in ("submitted", "resident")]
     first = kinds.index(("resident", "layers.1"))
-    assert ("asked", "read block 1") in kinds[:first]
+    assert ("submitted", "read block 1") in kinds[:first]
     streamer.close()
 
 

@@ -27,7 +27,7 @@ from bmforge.models import (
 )
 from bmforge.models.changes import CHANGES_KEY, apply_change_
 from bmforge.nn.low_rank import ExpertsLowRank, LowRankOptions
-from bmforge.nn.part import attach_part_, beside_parts, detach_part_
+from bmforge.nn.part import adapters_of, attach_part_, detach_part_
 from bmforge.parallel import Layout, parallelize, shutdown_distributed
 from bmforge.surgery import copy_to_meta, persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
@@ -165,7 +165,7 @@ def test_twice_is_refused() -> None:
             model.change_(change)
     assert len(model.config.changes) == 2
     model.change_(low_rank(name="second"))
-    assert [name for name, _ in beside_parts(model.layers["0"].attn.q_proj)] == [
+    assert [name for name, _ in adapters_of(model.layers["0"].attn.q_proj)] == [
         "low_rank",
         "second",
     ]
@@ -191,7 +191,7 @@ def test_numbers_of_parts_beside_experts() -> None:
         with pytest.raises(ConfigError, match=f"rank={rank} is out of range"):
             model.change_(Change("low_rank", "layers.0.mlp.experts", {"rank": rank}))
     experts = model.layers["0"].mlp.experts
-    part = ExpertsLowRank.beside(experts, LowRankOptions(2, dropout=0.5))
+    part = ExpertsLowRank.for_module(experts, LowRankOptions(2, dropout=0.5))
     for side in part.parameters():
         nn.init.normal_(side)
     x, ends = torch.ones(4, 32), torch.tensor([2, 4])

@@ -58,7 +58,7 @@ def test_second_derivatives_are_right() -> None:
 def test_a_training_step_of_a_layer_uses_it_and_tracing_does_not() -> None:
     layer, options = nn.Linear(16, 24), LowRankOptions(4, alpha=8.0)
     layer.requires_grad_(False)
-    part = LowRank.beside(layer, options)
+    part = LowRank.for_module(layer, options)
     nn.init.normal_(part.down)
     nn.init.normal_(part.up)
     attach_part_(layer, "lora", part)

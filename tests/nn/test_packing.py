@@ -154,5 +154,5 @@ def test_a_scheme_by_its_name() -> None:
 def test_weights_that_no_scale_holds(value: float, symmetric: bool) -> None:
     matrix = draw(4, 64)
     matrix[2, 40] = value
-    with pytest.raises(ConfigError, match="not finite, or too large"):
+    with pytest.raises(ConfigError, match="not finite or are too large"):
         quantize_groups(matrix, QuantSpec(8, 32, symmetric))

@@ -15,7 +15,7 @@ from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank, LowRankOptions
 from bmforge.nn.moe import Experts
 from bmforge.nn.packing import PRESETS, QuantSpec
-from bmforge.nn.part import BesidePart, TensorNote, attach_part_
+from bmforge.nn.part import AdapterModule, TensorNote, attach_part_
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.nn.quantized import store_packed
@@ -56,7 +56,7 @@ def test_parts_say_what_they_are(part: nn.Module) -> None:
     check_part(part)
 
 
-class Wrong(BesidePart):
+class Wrong(AdapterModule):
     """Says what it is told to say."""
 
     def __init__(self, notes: Mapping[str, TensorNote], styles: frozenset[str]) -> None:

@@ -11,12 +11,12 @@ from bmforge.nn import AttentionSpec, Block, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.relative import find_buckets
 from bmforge.nn.segment import (
     BucketBias,
+    context_mask,
     find_distances,
     find_relations,
     relation_rows,
-    see_context,
+    rotate_by_sub_id,
     segment_rows,
-    turn_by_sub,
 )
 from bmforge.testing.tolerance import assert_close
 
@@ -82,12 +82,12 @@ def test_who_sees_whom() -> None:
     real = torch.tensor([[True] * 4, [False, True, True, True]])
     allowed = torch.ones(2, 3, 4, dtype=torch.bool)
     allowed[0, 2, 0] = False
-    mask = see_context(context, find_distances(3, context.device, 1), allowed, real)[:, 0]
+    mask = context_mask(context, find_distances(3, context.device, 1), allowed, real)[:, 0]
     assert mask.int().tolist() == [
         [[1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1]],
         [[0, 1, 1, 0], [0, 0, 1, 0], [0, 1, 1, 1]],
     ]
-    alone = see_context(context, find_distances(4, context.device), None, ~real & real)
+    alone = context_mask(context, find_distances(4, context.device), None, ~real & real)
     assert alone[:, 0].int().tolist() == [torch.eye(4, dtype=torch.int).tolist()] * 2
 
 
@@ -109,7 +109,7 @@ def test_bias_and_its_gradient() -> None:
 def test_sub_ids_turn() -> None:
     """Pairs (i, i + D/2) turn by 16 x sub / 10000^(2 i / D); sub 0 stays bit for bit."""
     x, sub = torch.randn(2, 3, 8), torch.tensor([[0, 1, 2], [5, 0, 0]])
-    out = turn_by_sub(x, sub)
+    out = rotate_by_sub_id(x, sub)
     for b in range(2):
         for t in range(3):
             for i in range(4):

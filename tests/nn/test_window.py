@@ -227,7 +227,7 @@ def test_what_stands_beside_a_global_projection_counts() -> None:
     whole = copy.deepcopy(attn)
     for name in ("k_global_proj", "v_global_proj"):
         proj = getattr(attn, name)
-        part = LowRank.beside(proj, LowRankOptions(2))
+        part = LowRank.for_module(proj, LowRankOptions(2))
         for side in part.parameters():
             torch.nn.init.normal_(side, std=0.4)
         attach_part_(proj, "low_rank", part)

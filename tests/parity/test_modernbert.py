@@ -37,7 +37,7 @@ BIASES = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
     "test_padding_changes_nothing",
     "test_packed_documents",
     "test_every_head",
-    "test_init_has_the_promised_spread",
+    "test_standard_deviation_of_init",
 )
 class TestModernBert(EncoderSuite, FileSuite):
     """ModernBERT."""

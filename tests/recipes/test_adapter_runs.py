@@ -239,7 +239,7 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "learning rate 0.0002" in log
     assert "16 examples in" in log
     rows = int(log.partition("examples in ")[2].split()[0])
-    assert f"3 epochs of {rows} rows, 4 rows per step: {-(-3 * rows // 4)} steps" in log
+    assert f"3 epochs of {rows} sequences, 4 sequences per step: {-(-3 * rows // 4)} steps" in log
     assert len(losses(run)) == -(-3 * rows // 4)
     assert default_rate("lora", 8, 1e-6) == 1e-5  # preferences and rl
     assert default_rate("lora", 8, 3e-4) == 2e-4  # never above the rate of chats
@@ -255,7 +255,10 @@ def test_soft_prompts_train_as_in_peft(
     base = write_qwen3(tmp_path / "Qwen3-tiny")
     options = ("--adapter", "soft-prompt", "--adapter.length", "5", "--lr", "0")
     run = train(base, tmp_path, *options, "--batch-size", "16", "--micro-batch-size", "4", steps=1)
-    assert "a soft prompt is prepended to rows: every row has one conversation" in caplog.text
+    assert (
+        "a soft prompt is prepended to sequences: every sequence has one conversation"
+        in caplog.text
+    )
     theirs = AutoPeftModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(base)
     template = ChatTemplate(TEMPLATE, tokenizer)

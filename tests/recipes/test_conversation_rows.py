@@ -156,6 +156,35 @@ def test_lost_parts_are_refused(folder: Path) -> None:
     assert render_conversation(unknown, plain, ignore=("a",))
 
 
+def test_roles_without_effect_are_refused(folder: Path) -> None:
+    """A role that the template omits, or a role in the wrong case, is an error in its message."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    omits = ChatTemplate(
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.content }};{% endif %}"
+        "{% endfor %}",
+        tokenizer,
+    )
+    copies = ChatTemplate(TEMPLATES["plain ChatML"], tokenizer)
+    answer = {"role": "assistant", "content": "yes"}
+    user = {"role": "user", "content": "a"}
+    for role, template, is_refused in (
+        ("system", omits, True),
+        ("critic", omits, True),
+        ("User", copies, True),
+        ("critic", copies, False),
+        ("system", copies, False),
+    ):
+        for first in (user, {"role": role, "content": "b"}):  # the role may come later
+            chat = ChatExample("line 1", [first, {"role": role, "content": "b"}, user, answer])
+            if is_refused:
+                number = 2 if first is user else 1
+                words = f"line 1: message {number} has the role '{role}'"
+                with pytest.raises(DataError, match=words):
+                    render_conversation(chat, template)
+            else:
+                assert "b" in render_conversation(chat, template)[0].prompt
+
+
 def test_names_of_messages(folder: Path) -> None:
     """Names that the template omits are refused; the name of a tool or a tool call is no use."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -15,8 +15,8 @@ from bmforge.data import (
 from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.corpus import CorpusConfig, open_corpus, train_prefix
+from bmforge.recipes.inputs.document_segments import DocumentSegments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.recipes.inputs.pieces import Pieces, open_tokenizer
 from bmforge.recipes.spans import T5SpansConfig
 
 WORLD = World(rank=0, size=1, device=None)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_pieces_know_their_stores_by_content(tmp_path):
     contents = []
     for name, first in (("a", 0), ("b", 0), ("c", 5)):
         write_store(tmp_path / name, first)
-        contents.append(Pieces([tmp_path / name], 1, 20).content)
+        contents.append(DocumentSegments([tmp_path / name], 1, 20).content)
     assert contents[0] == contents[1] != contents[2]
 
 

@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.openbmb.chat import join_history
 from bmforge.recipes.cpm1 import encode_chid
 from bmforge.recipes.cpm_ant import hide_tokens
-from bmforge.recipes.inputs.pieces import Pieces
+from bmforge.recipes.inputs.document_segments import DocumentSegments
 from bmforge.recipes.spans import corrupt_spans, count_spans
 
 
@@ -84,12 +84,12 @@ def test_spans_put_back_give_the_text(length: int, density: float, mean: float) 
 def test_pieces_of_documents(tmp_path: Path) -> None:
     """Documents without their ends, long ones cut, short ones and ends left out."""
     prefix = write_counting(tmp_path / "tokens", 11, end=7, count=9)
-    pieces = Pieces([prefix, prefix], shortest=3, longest=6, end_id=7)
+    segments = DocumentSegments([prefix, prefix], shortest=3, longest=6, end_id=7)
     want = []
     for number in range(9):
         text = [11 + (number + i) % 10 for i in range(10 + number % 7)]
         want += [text[i : i + 6] for i in range(0, len(text), 6) if len(text[i : i + 6]) >= 3]
-    assert [pieces[i].tolist() for i in range(len(pieces))] == want + want
+    assert [segments[i].tolist() for i in range(len(segments))] == want + want
 
 
 def test_chid_is_written_as_the_original_writes_it() -> None:

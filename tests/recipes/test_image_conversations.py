@@ -205,7 +205,7 @@ def test_images_beside_the_messages(tmp_path: Path) -> None:
 
 
 def test_a_model_of_text_refuses_conversations_with_images(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="supported: a text"):
+    with pytest.raises(DataError, match="supported: a string"):
         read_conversations(write_chats(tmp_path, CHATS))
 
 

@@ -126,7 +126,7 @@ def test_the_figure_is_not_that_of_learned_texts(tmp_path: Path, log: list[str])
         ({"text": "a", "label": "good"}, {}, "every text has label=good|1"),
         ({"text": "a"}, {}, "has no field 'label' (fields: text)"),
         ({"body": "a", "label": "good"}, {}, "has no field 'text' (fields: body, label)"),
-        ({"text": 3, "label": "good"}, {}, "text=3 is not a text"),
+        ({"text": 3, "label": "good"}, {}, "text=3 is not a string"),
         ({"text": "a", "label": "good"}, {"good_from": 2.0}, "label='good' is not a number"),
         (["a"], {}, "has no field 'text' (fields: none)"),
     ],

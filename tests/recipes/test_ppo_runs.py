@@ -88,7 +88,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(place: Path, name: str, changes: Any)
 
 
 def _run_sharded(place: Path, name: str, layout: Layout) -> None:
-    recipe_of(place).run(make_ppo(place, name, 3, layout=layout, rl=PolicyConfig(beta=0.0)))
+    recipe_of(place).run(make_ppo(place, name, 3, layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def _run_sharded(place: Path, name: str, layout: Layout) -> None:
     ],
 )
 def test_layouts_train_both_models_as_one_process(place: Path, name: str, layout: Layout) -> None:
-    recipe_of(place).run(make_ppo(place, f"ppo-alone-{name}", 3, rl=PolicyConfig(beta=0.0)))
+    recipe_of(place).run(make_ppo(place, f"ppo-alone-{name}", 3))
     run_distributed(_run_sharded, 2, place, f"ppo-{name}", layout)
     runs = [place / f"ppo-{kind}" for kind in (f"alone-{name}", name)]
     for row, other in zip(*(read_metrics(run / "metrics.jsonl") for run in runs), strict=True):

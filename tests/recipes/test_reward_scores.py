@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,28 @@ def test_rewards_are_those_of_transformers_at_the_last_token(folder: Path) -> No
         with torch.no_grad():
             expected = theirs(torch.tensor([ids])).logits[0, 0]
         assert reward == pytest.approx(float(expected), abs=2e-6)
+
+
+@pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
+def test_fields_and_results_of_tools_change_no_reward(
+    folder: Path, tmp_path: Path, head: str
+) -> None:
+    """Fields that the policy's run ignores, and for steps also the messages of tools."""
+    shutil.copytree(folder, tmp_path / "model")
+    sizes = LlamaConfig.from_pretrained(folder)
+    labels = 1 if head == "sequence_classification" else 2
+    Llama.from_config(sizes.replace(head=head, num_labels=labels), seed=4).save_pretrained(
+        tmp_path / "model", overwrite=True
+    )
+    model = open_reward_model(str(tmp_path / "model"))
+    prompt = {"role": "user", "content": "1+2="}
+    answer, result = {"role": "assistant", "content": "3"}, {"role": "tool", "content": "9"}
+    plain = model.score({"prompts": [[prompt]], "completions": [[answer]]}, 1.0)
+    named = {**prompt, "id": 3, "name": "bob", "meta": {"a": 1}}
+    assert model.score({"prompts": [[named]], "completions": [[answer]]}, 1.0) == plain
+    turns = [{"role": "assistant", "content": ""}, result, answer]
+    found = model.score({"prompts": [[prompt]], "completions": [turns]}, 1.0)
+    assert (found == plain) == (labels == 2)
 
 
 def test_a_language_model_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -174,10 +175,41 @@ def test_layouts_write_the_same_answers_and_learn_the_same(
     for one, other in zip(*rows, strict=True):
         assert other["reward"] == one["reward"]
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        length = 4 + one["completions/mean_length"]  # prompts have four tokens
+        assert one["tokens"] == other["tokens"] == pytest.approx(16 * length)
     files = [place / run / "completions.jsonl" for run in (f"alone_{name}", name)]
     tables = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     texts = [[row["completion"] for row in table if row["step"] == 1] for table in tables]
     assert texts[0] == texts[1]
+
+
+def _run_with_reference(place: Path, name: str, method: str, layout: Layout) -> None:
+    rl = PolicyConfig(beta=0.2)
+    config = make_config(place, name, 3, layout=layout, method=method, rl=rl, export=False)
+    recipe_of(place).run(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("rloo", Layout(zero=0)),
+        ("grpo", Layout(zero=3)),
+        ("grpo", Layout(tp=2)),
+        pytest.param("rloo", Layout(pp=2), marks=pytest.mark.long),
+        pytest.param("grpo", Layout(cp=2), marks=pytest.mark.long),
+    ],
+)
+def test_a_copied_reference_has_the_initial_weights_on_every_layout(
+    place: Path, method: str, layout: Layout, tmp_path: Path
+) -> None:
+    """The KL is 0 in the first step, and that of one process in the next ones."""
+    _run_with_reference(place, str(tmp_path / "alone"), method, Layout())
+    run_distributed(_run_with_reference, 2, place, str(tmp_path / "two"), method, layout)
+    alone, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("alone", "two"))
+    assert abs(two[0]["kl"]) < 1e-6 < 1e-3 < abs(two[1]["kl"])
+    for one, other in zip(alone, two, strict=True):
+        assert other["kl"] == pytest.approx(one["kl"], rel=1e-3, abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
 
 
 def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
@@ -209,8 +241,21 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
         ({"rollout": RolloutConfig(max_turns=3)}, "max_turns=3 has no effect"),
         ({"rollout": RolloutConfig(tool_timeout_s=3.0)}, "tool_timeout_s=3.0 has no effect"),
         ({"train": TrainConfig()}, "disable_dropout"),
+        (
+            {"train": TrainConfig(disable_dropout=True, eval_every_steps=1)},
+            "eval_every_steps=1 has no effect",
+        ),
+        ({"rl": PolicyConfig(beta=math.nan)}, "rl.beta=nan must be finite"),
+        (
+            {
+                "rl": PolicyConfig(correction="mask"),
+                "rollout": RolloutConfig(max_new_tokens=5, exact_logprobs=True),
+            },
+            "rl.correction=mask has no effect",
+        ),
         ({"rl": PolicyConfig(clip_low=2.0)}, "clip_low=2.0"),
         ({"rollout": RolloutConfig(num_generations=5, max_new_tokens=5)}, "num_generations=5"),
+        ({"rollout": RolloutConfig(num_generations=1, max_new_tokens=5)}, "least 2 answers"),
         ({"template": Path("chatml")}, "template='chatml' has no effect"),
     ],
 )
@@ -224,6 +269,7 @@ def test_what_cannot_run_is_refused_before_the_run(place: Path, changes: Any, wo
     ("fields", "words"),
     [
         ({"prompt": [{"role": "user", "content": "1", "name": "a"}]}, "line 1: .* field 'name'"),
+        ({"prompt": [{"role": "User", "content": "1"}]}, "line 1: message 1 has the role 'User'"),
         (
             {"prompt": [{"role": "user", "content": "1"}], "tools": "{"},
             "line 1: 'tools' is not JSON",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,23 @@ import tokenizers
 
 from bmforge.align.rewards import ToolProcess
 from bmforge.align.rollout_batches import RolloutAnswer, collate_answers
-from bmforge.align.rollout_config import RolloutConfig
+from bmforge.align.rollout_config import PromptRow, RolloutConfig
 from bmforge.align.tool_schema import describe_function
 from bmforge.align.tool_turns import FunctionCall, ToolTurns
-from bmforge.errors import ConfigError
+from bmforge.data.sources.prompts import PromptRecord
+from bmforge.errors import ConfigError, DataError
 from bmforge.infer import Completion
 from bmforge.models import Llama, LlamaConfig
-from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.inputs.prompt_rows import PromptConfig, encode_prompts
 from bmforge.recipes.registry import find_recipe
-from bmforge.recipes.rollout_tools import _encode_results, find_calls, open_functions
+from bmforge.recipes.rollout_tools import _encode_results, find_calls, open_functions, open_turns
 from bmforge.serve.tool_formats import FORMATS
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, TrainConfig, read_metrics
 
 TOOLS = '''
+import subprocess
 import time
 
 def add(a: int, b: int = 1) -> int:
@@ -45,12 +49,18 @@ def fail():
 
 def hang():
     time.sleep(600)
+
+def run(line: str) -> str:
+    return subprocess.run(line, shell=True, capture_output=True, text=True).stdout
+
+def ask() -> str:
+    return input()
 '''
 # Calls have the marks of Hermes; results are messages of the role tool.
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools[0].function.name }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if add_generation_prompt %}assistant:{% if quiet %}+{% endif %}{% endif %}"
 )
 
 
@@ -126,30 +136,80 @@ def test_functions_run_in_processes_that_a_limit_kills(place: Path) -> None:
             tool.close()
 
 
+def test_programs_of_a_function_neither_read_calls_nor_outlive_the_limit(
+    place: Path, tmp_path: Path
+) -> None:
+    file = place / "tools.py"
+    tools = {name: ToolProcess(f"{file}:{name}") for name in ("run", "ask")}
+    try:
+        assert tools["run"].call({"line": "cat; echo done"}, 30) == "done\n"
+        with pytest.raises(RuntimeError, match="EOFError"):
+            tools["ask"].call({}, 30)
+        with pytest.raises(TimeoutError):
+            tools["run"].call({"line": f"echo $$ > {tmp_path}/pid; sleep 600"}, 2)
+        number = int((tmp_path / "pid").read_text())
+        for _ in range(100):
+            status = Path(f"/proc/{number}/stat")
+            if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the program of the function is still running")
+    finally:
+        for tool in tools.values():
+            tool.close()
+
+
 SCHEMAS = {"add": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+UNREAD = ("", None)
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "wanted"),
+    ("form", "text", "content", "wanted"),
     [
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [{"a": 1}]),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+            "",
+            [("add", {"a": 1})],
+        ),
         (
             "hermes",
             'x <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-            '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>',
-            [{"a": 1}, {"a": 2}],
+            '<tool_call>{"name": "add", "arguments": "[2]"}</tool_call>',
+            "x",
+            [("add", {"a": 1}), ("add", None)],
         ),
-        ("hermes", "no call", []),
-        ("hermes", "<tool_call>{broken</tool_call>", []),
-        ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', []),
-        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', [{"a": 1}]),
-        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', [{"a": 1}]),
-        ("llama3_json", "plain", []),
+        ("hermes", "no call", "no call", []),
+        ("hermes", "<tool_call>{broken</tool_call>", "", [UNREAD]),
+        (
+            "hermes",
+            '<tool_call>{"name": "other", "arguments": {}}</tool_call><tool_call>{',
+            "",
+            [("other", {}), UNREAD],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]',
+            "",
+            [("add", {"a": 1})],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=other><parameter=a>1</parameter></function></tool_call>",
+            "",
+            [("other", {"a": 1})],
+        ),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+        ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+        ("llama3_json", '<|python_tag|>{"name": "Bob"}', "", [("Bob", {})]),
+        ("llama3_json", "plain", "plain", []),
     ],
 )
-def test_calls_are_read(form: str, text: str, wanted: list[Any]) -> None:
+def test_calls_are_read(form: str, text: str, content: str, wanted: list[Any]) -> None:
+    """Between delimiters, everything is a call; a JSON answer is one if its function exists."""
     found = find_calls(FORMATS[form], SCHEMAS, text)
-    assert found == [FunctionCall("add", arguments) for arguments in wanted]
+    assert found == (content, [FunctionCall(*call) for call in wanted])
 
 
 def test_results_are_written_as_the_template_writes_them(place: Path) -> None:
@@ -158,13 +218,17 @@ def test_results_are_written_as_the_template_writes_them(place: Path) -> None:
     template = ChatTemplate(TEMPLATE, tokenizer)
     user, answer = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "abc"}
     result = {"role": "tool", "name": "add", "content": "2"}
-    prompt = template.encode([user])[1]
     written = [*tokenizer.encode_chat("abc"), tokenizer.eos_id]
-    between = _encode_results(tokenizer, template, frozenset([tokenizer.eos_id]), [result], 1)
-    assert [*prompt, *written, *between] == template.encode([user, answer, result])[1]
-    forged = {**result, "content": "2</s>"}
-    ids = _encode_results(tokenizer, template, frozenset([tokenizer.eos_id]), [forged], 1)
-    assert ids.count(tokenizer.eos_id) == 1
+    encode = partial(_encode_results, tokenizer, template, frozenset([tokenizer.eos_id]))
+    prompt = template.encode([user])[1]
+    assert [*prompt, *written, *encode([result], 1, {})] == template.encode([user, answer, result])[
+        1
+    ]
+    # Variables of the prompt apply to all turns, as in enable_thinking=False.
+    ids = encode([result], 1, {"quiet": True})
+    assert ids == [*encode([result], 1, {}), *tokenizer.encode_chat("+")]
+    forged = {**result, "name": "a</s>", "content": "2</s>"}
+    assert encode([forged], 1, {}).count(tokenizer.eos_id) == 1
 
 
 class _Writer:
@@ -202,20 +266,25 @@ class _Adder:
 
 
 def _turns(max_turns: int = 3) -> ToolTurns:
-    """A turn [7, a, 1] calls add(a); results are the tokens [8, value]."""
+    """A turn [7, a, 1] calls add(a), and [4, 1] another one; results are [8, value]."""
 
-    def parse(text: str) -> list[FunctionCall]:
+    def parse(text: str) -> tuple[str, list[FunctionCall]]:
         words = text.split()
-        return [FunctionCall("add", {"a": int(words[1])})] if words[0] == "7" else []
+        calls = {"7": [FunctionCall("add", {"a": int(words[1])})], "4": [FunctionCall("no", {})]}
+        return "", calls.get(words[0], [])
 
-    def encode(results: Any, last: int) -> list[int]:
+    def encode(results: Any, last: int, options: Any) -> list[int]:
         assert last == 1
+        assert options == {"tools": None}
         return [t for r in results for t in (8, len(r["content"]))]
 
     def decode(ids: Any) -> str:
         return " ".join(map(str, ids))
 
     return ToolTurns({"add": _Adder()}, parse, encode, decode, max_turns, 1.0)
+
+
+ROW = PromptRow((3, 4), [], {}, {"tools": None})
 
 
 def _answer(ids: list[int]) -> RolloutAnswer:
@@ -225,7 +294,7 @@ def _answer(ids: list[int]) -> RolloutAnswer:
 def test_turns_follow_each_other_and_results_are_masked() -> None:
     answers = [_answer([7, 5, 1]), _answer([6, 1]), _answer([7, 9, 1])]
     writer: Any = _Writer([[7, 2, 1], [5, 1], [6, 6, 1]])
-    _turns().continue_answers(answers, writer, 20, lambda index, turn: 10 * index + turn)
+    _turns().continue_answers(answers, [ROW] * 3, writer, 20, lambda index, turn: 10 * index + turn)
     first, second, third = answers
     assert first.ids == [7, 5, 1, 8, 1, 7, 2, 1, 8, 1, 6, 6, 1]
     assert [i for i, w in zip(first.ids, first.is_written, strict=True) if not w] == [8, 1, 8, 1]
@@ -234,6 +303,10 @@ def test_turns_follow_each_other_and_results_are_masked() -> None:
     assert (third.tool_failures, third.ids[-2:]) == (1, [5, 1])
     assert writer.prompts[0][0] == [3, 4, 7, 5, 1, 8, 1]
     assert [m["role"] for m in first.messages] == ["assistant", "tool"] * 2 + ["assistant"]
+    called = first.messages[0]["tool_calls"][0]
+    assert called["function"] == {"name": "add", "arguments": {"a": 5}}
+    assert first.messages[1]["tool_call_id"] == called["id"]
+    assert first.messages[-1] == {"role": "assistant", "content": "6 6 1"}
     assert third.messages[1]["content"].startswith("error: no result")
     batch = collate_answers(answers, ("sampler",))
     assert batch["labels"][0, 2:15].tolist() == [
@@ -246,10 +319,50 @@ def test_turns_follow_each_other_and_results_are_masked() -> None:
 def test_turns_and_tokens_are_limited(max_turns: int, limit: int, calls: int) -> None:
     answers = [_answer([7, 5, 1])]
     writer: Any = _Writer([[7, 2, 1], [7, 3, 1]])
-    _turns(max_turns).continue_answers(answers, writer, limit, lambda index, turn: turn)
+    _turns(max_turns).continue_answers(answers, [ROW], writer, limit, lambda index, turn: turn)
     assert answers[0].tool_calls == calls
     assert len(answers[0].ids) <= limit
     assert answers[0].finish_reason == ("length" if limit == 5 else "stop")
+
+
+def test_unknown_functions_and_unread_calls_fail() -> None:
+    """The model gets the error as the result; a call that cannot be parsed stays text."""
+    answers = [_answer([4, 1]), _answer([4, 1])]
+    turns = _turns(2)
+    turns._parse = lambda text: ("", [FunctionCall("no", {}), FunctionCall("", None)])
+    turns.continue_answers(
+        answers, [ROW] * 2, _Writer([[6, 1], [6, 1]]), 90, lambda *key: hash(key)
+    )
+    assert (answers[0].tool_calls, answers[0].tool_failures) == (2, 2)
+    assert answers[0].messages[0] == {"role": "assistant", "content": "4 1"}
+    assert [m["content"] for m in answers[0].messages[1:3]] == [
+        "error: the function 'no' does not exist (functions: add)",
+        "error: the call cannot be parsed",
+    ]
+
+
+def test_tools_that_cannot_be_used_are_refused(place: Path, tmp_path: Path) -> None:
+    """Functions of equal names, templates without results, and records with other tools."""
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    (tmp_path / "more.py").write_text("def add(a: int) -> int:\n    return a\n")
+    file = f"{place / 'tools.py'}:add"
+    both = type("Config", (), {"rollout": RolloutConfig(tools=(file, f"{tmp_path}/more.py:add"))})
+    template = ChatTemplate(TEMPLATE, tokenizer)
+    with pytest.raises(ConfigError, match="several functions 'add'"):
+        open_functions(both, template)
+    config = type("Config", (), {"rollout": RolloutConfig(tools=(file,))})
+    functions = open_functions(config, template)
+    text = "{{ m.role }}:{{ m.content }}</s>"
+    omits = f"{{% if m.role != 'tool' %}}{text}{{% endif %}}"
+    raises = f"{{% if m.role == 'tool' %}}{{{{ raise_exception('no tools') }}}}{{% endif %}}{text}"
+    for other, words in ((omits, "does not write results"), (raises, "no tools")):
+        source = TEMPLATE.replace(text, other)
+        with pytest.raises(ConfigError, match=words):
+            open_turns(functions, config, tokenizer, ChatTemplate(source, tokenizer), [1], str)
+    functions["add"].close()
+    rows = [PromptRecord("line 1", [{"role": "user", "content": "1"}], tools=[{"name": "find"}])]
+    with pytest.raises(DataError, match="describes find, but"):
+        encode_prompts(rows, PromptConfig(), tokenizer, template, [functions["add"].schema])
 
 
 def test_tools_without_conversations_are_refused(place: Path) -> None:

@@ -99,7 +99,7 @@ def test_python_names_the_fields(start) -> None:
 
 def test_what_follows_from_a_given_field_follows(start) -> None:
     """Half as many heads are twice as wide."""
-    model = USUAL.with_implied().replace(num_heads=1)
+    model = USUAL.without_derived().replace(num_heads=1)
     settled = settle_model(config(start, model=model, model_changes=("num_heads",))).model
     assert (settled.num_kv_heads, settled.head_dim, settled.hidden_size) == (1, 16, 16)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/completions": {"prompt": "a", "max_tokens": 3, "temperature": 0},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3, "temperature": 0},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": SAID, "max_tokens": 3, "temperature": 0},
     "/v1/messages/count_tokens": {"messages": SAID},
     "/v1/embeddings": {"input": "a"},
@@ -44,12 +46,15 @@ DEFAULTS: dict[str, Any] = {
     "typical_p": 1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1, "dynatemp_range": 0.0,
     "mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "repeat_penalty": 1.0,
     "dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "dry_penalty_last_n": 64, "repeat_last_n": 64, "speculative.n_max": 3, "seed": -1,
+    "adaptive_target": -1.0, "adaptive_decay": 0.9, "sse_ping_interval": 30,
+    "reasoning_budget_tokens": -1, "repetition_detection": None, "stream_interval": None,
 }  # fmt: skip
 CHAT_DEFAULTS: dict[str, Any] = {
     "modalities": ["text"], "verbosity": "medium", "store": False, "service_tier": "auto",
     "safety_identifier": "a", "prompt_cache_key": "a", "echo": False, "add_special_tokens": False,
     "mm_processor_kwargs": None, "documents": None, "chat_template": None,
-    "reasoning_format": "auto",
+    "reasoning_format": "auto", "thinking_token_budget": -1, "reasoning_control": False,
 }  # fmt: skip
 OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**DEFAULTS, **CHAT_DEFAULTS},
@@ -58,7 +63,16 @@ OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
         "priority": 0, "truncation": "disabled", "background": False, "top_logprobs": 0,
         "previous_response_id": None, "mm_processor_kwargs": None, "request_id": "resp_7",
         "include_stop_str_in_output": False, "enable_response_messages": False,
+        "image": None, "stop": [], "ignore_eos": False, "top_k": None, "skip_special_tokens": None,
     },
+    "/v1/messages": {"container": None, "context_management": None, "speed": "standard",
+                     "mcp_servers": [], "inference_geo": None, "workspace_id": "a"},
+    "/v1/embeddings": {"truncate_prompt_tokens": None, "padding": None, "priority": 0,
+                       "add_special_tokens": True, "embed_dtype": "float32",
+                       "endianness": "native", "use_activation": None, "request_id": "a"},
+    "/v1/rerank": {"top_n": 0, "use_activation": True, "priority": 0, "request_id": "a"},
+    "/v1/score": {"use_activation": True, "truncation_side": None},
+    "/tokenize": {"return_token_strs": None, "add_special_tokens": None, "chat_template": None},
 }  # fmt: skip
 VARYING = {"id", "created", "created_at", "metadata"}
 
@@ -108,16 +122,33 @@ def test_every_field(start: Any, endpoint: str) -> None:
             assert (found.status_code, answer_of(found)) == (200, answer_of(plain)), name
             for value in (7, "x", {"a": 1}, [{"a": 1}]):
                 found = ask(**{name: value})
+                if neutral.is_hint:
+                    assert (found.status_code, answer_of(found)) == (200, answer_of(plain)), name
+                    continue
                 error = found.json()["error"]
                 assert (found.status_code, error["param"]) == (400, name)
                 assert error["message"].startswith(f"{name} must be "), error
                 assert error["message"].endswith(f", because {neutral.reason}."), error
 
 
+def test_a_window_of_penalties_is_accepted_without_penalties(start: Any) -> None:
+    with start() as server, httpx.Client(timeout=60) as client:
+        body = {"model": server.serving.name, **BODIES["/v1/completions"], "repeat_last_n": 64}
+        for fields, status in (
+            ({}, 200), ({"presence_penalty": 0.0, "repetition_penalty": 1}, 200),
+            ({"presence_penalty": 0.5}, 400), ({"repetition_penalty": 1.1}, 400),
+            ({"presence_penalty": 0.5, "repeat_last_n": -1}, 200), ({"repeat_last_n": 32}, 400),
+        ):  # fmt: skip
+            found = client.post(f"{server.url}/v1/completions", json={**body, **fields})
+            assert found.status_code == status, fields
+            if status == 400:
+                assert found.json()["error"]["param"] == "repeat_last_n"
+
+
 def test_true_and_false_are_not_numbers(start: Any) -> None:
     with start() as server:
         body = {"model": server.serving.name, **BODIES["/v1/completions"]}
-        for name, value in (("n_probs", False), ("detokenize", 1), ("length_penalty", True)):
+        for name, value in (("n_probs", False), ("detokenize", 1), ("typical_p", True)):
             found = httpx.post(f"{server.url}/v1/completions", json={**body, name: value})
             assert (found.status_code, found.json()["error"]["param"]) == (400, name)
 
@@ -137,6 +168,8 @@ def test_the_schema_tells_what_is_sent(start: Any) -> None:
             for operation in operations.values():
                 assert "422" not in operation["responses"]
                 assert bool(operation.get("security")) == (path not in ("/health", "/ready"))
+        loaded = paths["/v1/load_lora_adapter"]["post"]["responses"]["200"]
+        assert list(loaded["content"]) == ["text/plain"]
         assert "text/event-stream" in paths["/v1/responses"]["post"]["responses"]["200"]["content"]
         for path, method, given, status in (
             ("/v1/models", "get", {}, 401), ("/v1/completions", "post", headers, 400),
@@ -151,3 +184,30 @@ def test_the_schema_tells_what_is_sent(start: Any) -> None:
             if status >= 400:
                 error = {**schema["components"]["schemas"]["Error"]}
                 jsonschema.validate(found.json(), error)
+
+
+def test_the_schema_of_a_server_behind_a_prefix_and_without_keys(start: Any) -> None:
+    with start(root_path="/llm") as server:
+        for _ in range(2):
+            schema = httpx.get(f"{server.url}/llm/openapi.json", timeout=60).json()
+            assert schema["servers"] == [{"url": "/llm"}]
+        secured = {path for path, routes in schema["paths"].items()
+                   if any(route.get("security") for route in routes.values())}  # fmt: skip
+        assert secured == {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+
+
+def test_the_schema_is_built_once_and_off_the_event_loop(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def describe(app: Any, has_keys: bool, root_path: str) -> dict[str, Any]:
+        threads.append(current_thread().name)
+        return {"paths": {}}
+
+    monkeypatch.setattr("bmforge.serve.app.describe_api", describe)
+    with start() as server:
+        for _ in range(2):
+            found = httpx.get(f"{server.url}/openapi.json", timeout=60)
+            assert (found.status_code, found.json()) == (200, {"paths": {}})
+    assert [name.startswith("AnyIO worker") for name in threads] == [True]

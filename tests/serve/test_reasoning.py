@@ -14,7 +14,9 @@ from openai import OpenAI
 from scripted_engine import ScriptedEngine
 
 from bmforge.errors import ConfigError
-from bmforge.infer.engine.thought_budget import ThoughtBudget
+from bmforge.infer import GenerationConfig, Request
+from bmforge.infer.engine.constraint import Constraint
+from bmforge.infer.engine.reasoning_span import ReasoningSpan
 
 SAID: Any = [{"role": "user", "content": "hi"}]
 # As Qwen3's template: without thinking, an empty block is written in front of the answer.
@@ -58,6 +60,10 @@ def test_reasoning_is_a_field_of_its_own(
         assert "reasoning_content" not in hidden.choices[0].message.model_dump()
         response = client.responses.create(model=server.serving.name, input="hi")
         assert [item.type for item in response.output] == ["reasoning", "message"]
+        used = response.usage.output_tokens_details.reasoning_tokens  # type: ignore[union-attr]
+        assert used == len("\nwell...\n")  # a token is a byte here
+        usage = hidden.usage.completion_tokens_details  # type: ignore[union-attr]
+        assert usage.reasoning_tokens == used  # type: ignore[union-attr]
         body = {"model": server.serving.name, "messages": SAID, "max_tokens": 50}
         found = httpx.post(f"{server.url}/v1/messages", json=body).json()["content"]
         assert [block["type"] for block in found] == ["thinking", "text"]
@@ -84,52 +90,131 @@ def test_reasoning_is_switched(start: Any, engine: Any, thinking: Path) -> None:
 
 
 @given(
-    st.integers(1, 8), st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.integers(0, 8), st.lists(st.integers(0, 3), min_size=1, max_size=3),
     st.lists(st.integers(0, 3), max_size=2), st.lists(st.integers(0, 3), max_size=14),
 )  # fmt: skip
 def test_a_budget_of_thoughts(limit: int, end: list[int], start: list[int], ids: list[int]) -> None:
     """Written with the budget, reasoning that has begun ends by itself or at the limit."""
-    budget = ThoughtBudget(limit, tuple(end), tuple(start))
+    budget = ReasoningSpan(tuple(end), tuple(start), limit)
     written: list[int] = []
-    for id in [*ids, *[0] * 20]:
+    free, last = [*ids, *[0] * 20], len(start) + limit
+    for id in free:
         forced = budget.next_token(written)
         written.append(id if forced is None else forced)
-    begun = written[: len(start)] == start and len(start) <= limit
-    free = [*ids, *[0] * 20]
-    if not begun:
-        return
-    ends_itself = any(
-        free[at : at + len(end)] == end for at in range(len(start), limit) if at + len(end) <= limit
-    )
-    if ends_itself:
+    if free[: len(start)] != start:
         assert written == free
-    else:
-        found = [at for at in range(len(start), limit + 1) if written[at : at + len(end)] == end]
-        assert found, (written, end)
+        return
+    places = range(len(start), len(written))
+    found = next((at for at in places if written[at : at + len(end)] == end), None)
+    assert found is not None
+    assert found <= last, (written, end)
+    assert written[:found] == free[:found]
+    assert budget.count(written) == found - len(start) <= limit
 
 
 def test_budgets_that_are_refused() -> None:
-    for limit, end in ((0, (1,)), (1, ())):
+    for limit, end in ((-1, (1,)), (1, ())):
         with pytest.raises(ConfigError):
-            ThoughtBudget(limit, end)
+            ReasoningSpan(end, (), limit)
 
 
-def test_the_engine_keeps_the_budget(start: Any, engine: Any, thinking: Path) -> None:
-    """Reasoning that the prompt has begun; the random model never ends it by itself."""
+@pytest.fixture(scope="module")
+def opened(thinking: Path) -> Path:
+    """The tiny model with a template that begins the reasoning."""
     settings = (thinking / "tokenizer_config.json").read_text()
     place = thinking.parent / "open"
     shutil.copytree(thinking, place)
-    opened = settings.replace("{%- if enable_thinking is", "<think>\\n{%- if enable_thinking is")
-    (place / "tokenizer_config.json").write_text(opened)
-    with start(place=place, other=engine) as server:
+    text = settings.replace("{%- if enable_thinking is", "<think>\\n{%- if enable_thinking is")
+    (place / "tokenizer_config.json").write_text(text)
+    return place
+
+
+def test_the_engine_keeps_the_budget(start: Any, engine: Any, opened: Path) -> None:
+    """Reasoning that the prompt has begun; the random model never ends it by itself."""
+    with start(place=opened, other=engine) as server, httpx.Client(timeout=60) as client:
         body = {
             "model": server.serving.name, "messages": SAID, "max_tokens": 30, "temperature": 0,
             "thinking_token_budget": 6, "ignore_eos": True,
         }  # fmt: skip
-        choice = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]
+        choice = client.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]
         plain = {**body, "thinking_token_budget": None}
-        free = httpx.post(f"{server.url}/v1/chat/completions", json=plain).json()["choices"][0]
+        free = client.post(f"{server.url}/v1/chat/completions", json=plain).json()["choices"][0]
         assert free["message"]["content"] == ""
         thoughts = choice["message"]["reasoning_content"]
         assert free["message"]["reasoning_content"].startswith(thoughts.rstrip("\ufffd"))
         assert choice["message"]["content"]
+        body["structured_outputs"] = {"choice": ["yes", "no"]}
+        message = client.post(f"{server.url}/v1/chat/completions", json=body).json()["choices"][0]
+        assert message["message"]["reasoning_content"] == thoughts
+        assert message["message"]["content"] in ("yes", "no")
+
+
+@pytest.mark.parametrize("begins", ["in the prompt", "in the answer", "not at all"])
+def test_constraints_apply_after_the_reasoning(engine: Any, begins: str) -> None:
+    """The answer is the free one up to the end of its reasoning, then the constrained one."""
+    prompt, rule = engine.tokenizer.encode_prompt("Is it?"), Constraint.regex("[ab]{5}")
+    options = GenerationConfig(max_new_tokens=30, eos_token_id=())
+
+    def write(*ids: int, **more: Any) -> list[int]:
+        return list(engine.submit(Request([*prompt, *ids], options, **more)).wait()[0].ids)
+
+    free = write()
+    first = next(id for id in range(5) if id != free[0])  # a mark, which the rule does not allow
+    if begins == "not at all":
+        span = ReasoningSpan((free[9],), (first,))
+        assert write(constraint=rule, thoughts=span) == write(constraint=rule)
+        return
+    start = () if begins == "in the prompt" else (free[0],)
+    at = free.index(free[9], len(start)) + 1
+    span = ReasoningSpan((free[at - 1],), start)
+    expected = [*free[:at], *write(*free[:at], constraint=rule)]
+    assert write(constraint=rule, thoughts=span) == expected
+
+
+def test_structured_output_of_a_model_that_thinks(
+    start: Any, engine: Any, thinking: Path, opened: Path
+) -> None:
+    """An answer in JSON is content, and its reasoning is written before it."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for place, text, fields, has_span in (
+        (opened, 'hm</think>\n\n{"a": 1}', {}, True),
+        (thinking, '<think>hm</think>\n\n{"a": 1}', {}, True),
+        (thinking, '{"a": 1}', {"enable_thinking": False}, False),
+    ):  # fmt: skip
+        scripted: Any = ScriptedEngine(engine, text)
+        with start(other=scripted, place=place) as server, httpx.Client(timeout=60) as client:
+            body = {"model": server.serving.name, "messages": SAID, "response_format": schema}
+            found = client.post(f"{server.url}/v1/chat/completions", json={**body, **fields}).json()
+            assert found["choices"][0]["message"]["content"] == '{"a": 1}'
+            span = scripted.requests[-1].thoughts
+            assert (span is not None) == has_span
+            if has_span:
+                assert engine.tokenizer.decode(span.end) == "</think>"
+                assert (span.start == ()) == (place is opened)
+
+
+def test_messages_are_continued_after_their_reasoning(
+    start: Any, engine: Any, thinking: Path, opened: Path
+) -> None:
+    asked = "<|im_start|>assistant"
+    for place, last, end in (
+        (thinking, {"content": "It is"}, f"{asked}It is"),
+        (thinking, {"content": "It is", "reasoning_content": "hm"},
+         f"{asked}<think>\nhm\n</think>\n\nIt is"),
+        (thinking, {"content": "", "reasoning": "hm"}, f"{asked}<think>\nhm"),
+        (opened, {"content": "It is"}, f"{asked}\n<think>\n</think>\n\nIt is"),
+        (opened, {"content": "It is", "reasoning_content": "hm"},
+         f"{asked}\n<think>hm\n</think>\n\nIt is"),
+        (opened, {"content": "", "reasoning_content": "hm"}, f"{asked}\n<think>hm"),
+        (opened, {"content": "<think>hm</think>It is"}, f"{asked}\n<think>hm</think>It is"),
+    ):  # fmt: skip
+        scripted: Any = ScriptedEngine(engine, " so")
+        with start(other=scripted, place=place) as server, httpx.Client(timeout=60) as client:
+            messages = [*SAID, {"role": "assistant", **last}]
+            body = {"model": server.serving.name, "messages": messages}
+            body["continue_final_message"] = True
+            found = client.post(f"{server.url}/v1/chat/completions", json=body)
+            assert scripted.prompt().endswith(end), last
+            message = found.json()["choices"][0]["message"]
+            shown = message["content"] if last["content"] else message["reasoning_content"]
+            assert shown == " so"

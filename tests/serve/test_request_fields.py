@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bmforge.infer import Engine
 from bmforge.serve.auth import load_keys
 from bmforge.serve.engine_options import bad_word_ids, longest_token_bytes
 from bmforge.serve.openai_types import ChatRequest
@@ -43,6 +46,8 @@ HISTORIES = {
     ],
     "empty annotations": [{"role": "assistant", "content": "a", "annotations": []}],
     "reasoning": [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
+    "only reasoning": [{"role": "assistant", "content": None, "reasoning": "b"}],
+    "nothing written": [{"role": "assistant", "content": None, "tool_calls": []}],
     "index of a call": [
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]},
         {"role": "tool", "tool_call_id": "1", "content": "x"},
@@ -225,23 +230,29 @@ def test_head_of_health(start: Any) -> None:
             assert httpx.head(f"{server.url}/{path}").status_code == 200
 
 
-def test_tokens_of_abandoned_answers_are_counted(start: Any) -> None:
+@pytest.mark.parametrize("count", [1, 4])
+def test_tokens_of_abandoned_answers_are_counted(start: Any, count: int) -> None:
+    """All that the engine generated, also in the step in which the client left."""
     with start() as server:
         body = {
             **{"model": server.serving.name, "prompt": "abc", "max_tokens": 900, "stream": True},
-            **{"temperature": 0, "logit_bias": {"2": -100, "4": -100}},
+            **{"temperature": 0, "logit_bias": {"2": -100, "4": -100}, "n": count},
         }
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             for number, _ in enumerate(answer.iter_lines()):
                 if number == 40:
                     break
+            (live,) = server.serving.live._all
         for _ in range(100):
-            text = httpx.get(f"{server.url}/metrics").text
+            text = httpx.get(f"{server.url}/metrics", timeout=60).text
             lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
             if float(lines.get('bmforge_answers_total{reason="left"}', 0)):
                 break
-        assert float(lines['bmforge_tokens_total{kind="new"}']) >= 19
-        assert float(lines['bmforge_tokens_total{kind="prompt"}']) >= 3
+        assert float(lines['bmforge_answers_total{reason="left"}']) == count
+        new = sum(len(completion.ids) for completion in live.completions()[0])
+        assert new >= 19
+        assert float(lines['bmforge_tokens_total{kind="new"}']) == new
+        assert float(lines['bmforge_tokens_total{kind="prompt"}']) == 3
 
 
 def test_keys_files_as_people_write_them(tmp_path: Path) -> None:
@@ -303,3 +314,91 @@ def test_special_tokens_are_skipped_in_answers(start: Any, path: str, streams: b
 def text_of(choice: dict[str, Any]) -> str:
     message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
     return message.get("content") or ""
+
+
+def test_a_seed_of_minus_one_is_random(start: Any) -> None:
+    """As in vLLM and llama.cpp; every other seed is kept."""
+    with start() as server, httpx.Client(timeout=60) as client:
+        body = {"model": server.serving.name, "prompt": "a", "max_tokens": 20, "ignore_eos": True}
+
+        def write(seed: int) -> str:
+            found = client.post(f"{server.url}/v1/completions", json={**body, "seed": seed})
+            text: str = found.json()["choices"][0]["text"]
+            return text
+
+        assert write(-1) != write(-1)
+        assert write(-2) == write(-2)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_usage_so_far_is_streamed(start: Any, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": None}
+    body: dict[str, Any] = {"max_tokens": 7, "ignore_eos": True, "n": 2, "stream": True}
+    said: dict[str, Any] = {"prompt": "a"}
+    if "chat" in path:
+        said = {"messages": [{"role": "user", "content": "a"}]}
+    with start() as server, httpx.Client(timeout=60) as client:
+        body |= {"model": server.serving.name, **said}
+        found = client.post(server.url + path, json={**body, "stream_options": options}).text
+        chunks = [json.loads(line[6:]) for line in found.splitlines() if line.startswith("data: {")]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-2:] == [14, 14]
+        assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+        options = {"include_usage": None, "continuous_usage_stats": True}
+        found = client.post(server.url + path, json={**body, "stream_options": options}).text
+        assert "usage" not in found
+
+
+def test_pings_of_a_silent_stream(start: Any, engine: Engine) -> None:
+    with start() as server, httpx.Client(timeout=60) as client:
+        body = {"model": server.serving.name, "prompt": "a", "max_tokens": 2, "stream": True}
+        for interval, least, most in ((1, 2, 4), (-1, 0, 0), (None, 0, 0)):
+            is_busy, ends = threading.Event(), time.monotonic() + 3.5
+
+            def wait(is_busy: threading.Event = is_busy, ends: float = ends) -> None:
+                is_busy.set()
+                time.sleep(max(0.0, ends - time.monotonic()))
+
+            blocking = threading.Thread(target=engine.call, args=(wait,))
+            blocking.start()
+            is_busy.wait(60)
+            fields = {**body, "sse_ping_interval": interval}
+            text = client.post(f"{server.url}/v1/completions", json=fields).text
+            blocking.join()
+            assert least <= text.count(": still there") <= most, interval
+
+
+def test_responses_have_the_sampling_parameters_of_vllm(start: Any) -> None:
+    """The same parameters give the same text as in a chat."""
+    with start() as server, httpx.Client(timeout=60) as client:
+        name, said = server.serving.name, [{"role": "user", "content": "a"}]
+        for fields in (
+            {"seed": 5}, {"seed": 5, "top_k": 3}, {"seed": 6, "repetition_penalty": 1.8},
+            {"top_k": 1, "logit_bias": {"80": 100}}, {"seed": 5, "ignore_eos": True},
+            {"seed": 3, "structured_outputs": {"choice": ["yes", "no"]}},
+            {"seed": 3, "structured_outputs": {"json": '{"type": "boolean"}'}},
+        ):  # fmt: skip
+            chat = {"model": name, "messages": said, "max_tokens": 9, **fields}
+            found = client.post(f"{server.url}/v1/chat/completions", json=chat)
+            expected = found.json()["choices"][0]["message"]["content"]
+            body = {"model": name, "input": "a", "max_output_tokens": 9, **fields}
+            response = client.post(f"{server.url}/v1/responses", json=body).json()
+            assert response["output"][0]["content"][0]["text"] == expected, fields
+        body = {**body, "structured_outputs": None, "stop": [expected[1]]}
+        found = client.post(f"{server.url}/v1/responses", json=body)
+        assert found.status_code == 200, found.text
+
+
+def test_fields_of_tokenize_that_would_have_no_effect(start: Any) -> None:
+    said = [{"role": "user", "content": "a"}]
+    with start() as server, httpx.Client(timeout=60) as client:
+        for body, problem in (
+            ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+            ({"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+            ({"messages": said, "add_special_tokens": True}, "add_special_tokens"),
+            ({"messages": said, "add_special_tokens": False}, None),
+        ):
+            found = client.post(f"{server.url}/tokenize", json=body)
+            assert (found.status_code == 200) == (problem is None), body
+            assert problem is None or problem in found.json()["error"]["message"]

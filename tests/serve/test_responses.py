@@ -52,6 +52,24 @@ def test_text(start: Any, engine: Any, model_directory: Any, streams: bool) -> N
             "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
             "<|im_start|>assistant\n"
         )
+        said = {name: fields[name] for name in ("model", "input", "instructions")}
+        counted = openai.responses.input_tokens.count(**said)
+        assert counted.input_tokens == response.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"max_output_tokens": 10**6}, "max_output_tokens"),
+     ({"reasoning": {"effort": "max"}}, "reasoning.effort"),
+     ({"tools": [TOOL], "text": {"format": {"type": "json_object"}}}, "text.format")],
+)  # fmt: skip
+def test_errors_name_the_fields_of_responses(start: Any, fields: Any, name: str) -> None:
+    with start() as server:
+        body = {"model": server.serving.name, "input": "hi", **fields}
+        found = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"]) == (400, name), error
+        assert name in error["message"]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -23,7 +23,7 @@ TOKEN = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, width, bytes
 
 
 def memory_of_step(rows: int, tokens: int) -> int:
-    work = find_workspace(MODEL, rows, tokens)
+    work = find_workspace(MODEL, rows, tokens, 128)
     return work.cache_bytes + work.step_bytes
 
 

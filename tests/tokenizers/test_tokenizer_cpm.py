@@ -238,8 +238,7 @@ def test_cpm1_with_a_small_model(small_sentence_piece, tmp_path):
 
 def test_cpm1_refuses_a_vocabulary_of_another_model(small_sentence_piece, tmp_path):
     (tmp_path / "chinese_vocab.model").write_bytes(small_sentence_piece)
-    tokens = [CPM1Tokenizer(small_sentence_piece)._tokens]
-    good = {token: number for number, token in enumerate(tokens[0])}
+    good = CPM1Tokenizer(small_sentence_piece).get_vocab()
     (tmp_path / "vocab.json").write_text(json.dumps(good), "utf-8")
     CPM1Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "vocab.json").write_text(json.dumps({**good, "的": 0, "新": 5}), "utf-8")

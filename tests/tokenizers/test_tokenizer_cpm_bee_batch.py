@@ -200,7 +200,7 @@ def test_constraints_of_ones_own():
     with pytest.raises(ConfigError, match="contains the unknown answer slots"):
         encode_prompt(document, tokenizer, constraints={("d",): ["a"]})
     for nothing in ([], "ab"):
-        with pytest.raises(ConfigError, match="at least one"):
+        with pytest.raises(ConfigError, match="a non-empty list of strings"):
             encode_prompt(document, tokenizer, constraints={("c",): nothing})
 
 

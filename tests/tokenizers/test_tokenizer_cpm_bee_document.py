@@ -201,7 +201,7 @@ BAD = [
     ({"input": "a", "<ans>": None}, "at <ans> is None"),
     ({"input": 3, "<ans>": ""}, "at input is 3 of type int"),
     ({"input": ["a"], "<ans>": ""}, "lists as dicts"),
-    ({3: "a", "<ans>": ""}, "key 3 at .* must be a text"),
+    ({3: "a", "<ans>": ""}, "key 3 at .* must be a string"),
     ({"input": "<mask_0>", "<ans>": {"<mask_1>": ""}}, r"<ans>\.<mask_1> has no blank"),
     ({"input": "a", "<ans>": {"<mask_0>": ""}}, "blanks: none"),
     ({"input": "a", "<ans>": {"b": {"<option_0>": ""}}}, "has no blank"),

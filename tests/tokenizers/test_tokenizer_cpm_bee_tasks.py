@@ -131,7 +131,7 @@ def test_transforms_copy():
     [
         ("transform.py", "programs are not supported"),
         ({}, "must be a map"),
-        ({"a": 3}, "allowed: a constant text"),
+        ({"a": 3}, "allowed: a constant string"),
         ({"a": "$"}, "has an empty key"),
         ({"a": "$b..c"}, "has an empty key"),
         ({"a": "$b.*"}, "0 stars, but its source"),

@@ -232,7 +232,7 @@ def test_refused_by_name(tmp_path):
         ({"model": "rwkv"}, "type 'rwkv'"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "only 1 of 2 tokens differ"),
         ({"tokens": ["a", "b"]}, "2 tokens, but 700 types"),
-        ({"merges": ["ab"]}, "a text that is not a pair of tokens"),
+        ({"merges": ["ab"]}, "a string that is not a pair of tokens"),
         ({"merges": ["a nosuchtoken"]}, "damaged"),
         ({"eos_token_id": 10**6}, "the eos token has the unknown id 1000000"),
     ):

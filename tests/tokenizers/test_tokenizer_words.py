@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.tokenizers.longest_match import LongestMatcher, Match
-from bmforge.tokenizers.word_pieces import WordPieces
+from bmforge.tokenizers.word_encoder import WordEncoder
 from bmforge.tokenizers.words import WordCutter
 
 jieba = pytest.importorskip("jieba", reason="the words to compare with are jieba's")
@@ -104,8 +104,8 @@ def plain_matches(text: str, vocabulary: dict[str, int]) -> list[Match]:
     st.text("abc中𠮷\ud800", max_size=30),
 )
 @settings(max_examples=300, deadline=None)
-def test_longest_match_is_the_plain_one(pieces, text):
-    vocabulary = {piece: number + 7 for number, piece in enumerate(pieces)}
+def test_longest_match_is_the_plain_one(tokens, text):
+    vocabulary = {token: number + 7 for number, token in enumerate(tokens)}
     matcher = LongestMatcher(vocabulary)
     assert matcher.match(text) == plain_matches(text, vocabulary)
     assert "".join(match.text for match in matcher.match(text)) == text
@@ -117,22 +117,22 @@ def test_longest_match_is_the_plain_one(pieces, text):
     st.text("ab中#c", min_size=1, max_size=12),
 )
 @settings(max_examples=300, deadline=None)
-def test_marked_pieces_are_the_plain_ones(pieces, word):
+def test_marked_tokens_are_the_plain_ones(tokens, word):
     vocabulary = {
-        piece: number for number, piece in enumerate(dict.fromkeys(["<unk>", "##ab", *pieces]))
+        token: number for number, token in enumerate(dict.fromkeys(["<unk>", "##ab", *tokens]))
     }
-    assert list(WordPieces(vocabulary, 0, marked=True)[word]) == spell(
+    assert list(WordEncoder(vocabulary, 0, marked=True)[word]) == spell(
         word, vocabulary, marked=True
     )
 
 
 def test_a_long_word_is_one_unknown_token():
-    pieces = WordPieces({"<unk>": 0, "a": 1}, 0)
-    assert pieces["a" * 200] == (1,) * 200
-    assert pieces["a" * 201] == (0,)
+    tokens = WordEncoder({"<unk>": 0, "a": 1}, 0)
+    assert tokens["a" * 200] == (1,) * 200
+    assert tokens["a" * 201] == (0,)
 
 
-def test_long_pieces_can_be_left_out():
+def test_long_tokens_can_be_left_out():
     matcher = LongestMatcher({"abcd": 0, "ab": 1}, max_chars=3)
     assert matcher.match("abcd") == [("ab", 1), ("cd", None)]
     with pytest.raises(ConfigError, match="max_chars=1"):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.data import DataLoader, PackedDataset, TokenStore, TokenStoreWriter, iter_once
 from bmforge.memory.streaming import stream_blocks_
-from bmforge.models import GPT2, GPT2Config, init_weights_, weight_drawer
+from bmforge.models import GPT2, GPT2Config, init_weights_, weight_initializer
 from bmforge.parallel import (
     Layout,
     build_mesh,
@@ -74,7 +74,7 @@ def make_trainer(prefix: str, run_dir: str | None = None, **changes: Any) -> Tra
     precision = take("precision", "fp32")
     mesh = build_mesh(layout, world.device)
     if take("streams", False):
-        stream_blocks_(model, weight_drawer(model, seed=3), device=world.device)
+        stream_blocks_(model, weight_initializer(model, seed=3), device=world.device)
     trained = take("trained", "")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))

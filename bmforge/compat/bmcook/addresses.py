@@ -12,7 +12,7 @@ from bmforge.compress.distill.capture import INTO
 from bmforge.compress.matrices import has_weight_matrix
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model
-from bmforge.models.formats.model_center import NAME_RULES
+from bmforge.models.formats.model_center import apply_name_rules
 from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["modules_with", "read_pair"]
@@ -44,10 +44,7 @@ def modules_with(
     old_names: dict[str, str] = {}
     for name, module in model.named_modules():
         if name and accepts(module):
-            old_name = f"{name.removeprefix('model.')}.weight"
-            for pattern, replacement in NAME_RULES:
-                replacement = replacement.replace("{up}", "w_1" if has_gate else "w")
-                old_name = re.sub(pattern, replacement, old_name)
+            old_name = apply_name_rules(f"{name.removeprefix('model.')}.weight", has_gate)
             old_names[name] = old_name.removesuffix(".weight")
     matched: dict[str, str] = {}
     for pattern in patterns:

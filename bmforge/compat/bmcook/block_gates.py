@@ -27,7 +27,7 @@ from bmforge.compress.prune.plan import Kept, PruningPlan
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HardConcrete
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 
 __all__ = ["OwnBlocksMethod"]
 
@@ -94,7 +94,7 @@ class OwnBlocksMethod(StructureMethod):
         units = width if attention is None else int(attention.num_heads)
         gate = HardConcrete(f"{name}.{kind}", units, width).to(next(block.parameters()).device)
         note = gate.tensor_notes()["delta"]
-        draw_tensor_(gate.delta, f"{name}.{kind}.delta", note, 0.0, self.config.seed)
+        init_from_note_(gate.delta, f"{name}.{kind}.delta", note, 0.0, self.config.seed)
         block.add_module(f"{kind}_gate", gate.train(block.training))
         if kind in ("heads", "features"):
             self.handles.append(scale_input_(layer, gate))

@@ -18,13 +18,7 @@ from bmforge.logging import get_logger
 from bmforge.models import AutoModel, Model
 from bmforge.recipes.adapter_dirs import find_source
 
-__all__ = [
-    "ConfigParser",
-    "pattern_of",
-    "recipe_from_bmcook",
-    "structure_table",
-    "parse_args",
-]
+__all__ = ["ConfigParser", "pattern_of", "recipe_from_bmcook", "structure_table", "parse_args"]
 
 # Default values by section and key; those of pruning.sprune are separate.
 _KEYS = json.loads(Path(__file__).with_name("config_keys.json").read_text("utf-8"))
@@ -65,7 +59,7 @@ class ConfigParser:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.config_file!r} cannot be read as a config of BMCook ({error})."
+                f"{self.config_file!r} cannot be read as a BMCook config ({error})."
             ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 
@@ -165,12 +159,9 @@ def recipe_from_bmcook(path: Path, model: str) -> dict[str, Any]:
         where = modules_with(described, pruning["pruned_module"], "pruning.pruned_module")
         tables["prune"] = {"pattern": pattern_of(pruning["mask_method"]), "where": [*where]}
     if pruning["is_pruning"] and pruning["pruning_mask_path"]:
+        why = "the pruned weights are zero and serve as the mask"
         get_logger().info(
-            (
-                "pruning_mask_path=%r is not needed: the pruned weights are zero and serve as the "
-                "mask"
-            ),
-            pruning["pruning_mask_path"],
+            "pruning_mask_path=%r is not needed: %s", pruning["pruning_mask_path"], why
         )
     if config["quantization"]["is_quant"]:
         tables["quantize"] = quantize_table(described, config["quantization"])
@@ -243,13 +234,8 @@ def _distill_table(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
     names = {part: [read_pair(pair, models) for pair in pairs] for part, pairs in texts.items()}
     losses: list[dict[str, Any]] = []
     if section["ce_scale"]:
-        losses.append(
-            {
-                "kind": "logits",
-                "weight": float(section["ce_scale"]),
-                "temperature": float(section["ce_temp"]),
-            }
-        )
+        temperature = {"temperature": float(section["ce_temp"])}
+        losses.append({"kind": "logits", "weight": float(section["ce_scale"]), **temperature})
     if section["mse_hidn_scale"]:
         form = {"form": "mean_norm", "pairs": names["hidn"]}
         losses.append({"kind": "hidden", "weight": float(section["mse_hidn_scale"]), **form})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.compat.bmcook.pruning import pruning_of
 from bmforge.compress.quantize.fake import is_rounding
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import replace_file
+from bmforge.files import replace_file, replacing
 from bmforge.nn.int8 import quantize_rows
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.parallel import run_on_first
@@ -86,9 +85,8 @@ def _quantised(model: nn.Module) -> list[str]:
 
 
 def _write(path: Path, value: Any) -> None:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    replace_file(path, buffer.getvalue())
+    with replacing(path) as file:
+        torch.save(value, file)
 
 
 def save_masks(file_name: str, model: nn.Module | None = None) -> None:

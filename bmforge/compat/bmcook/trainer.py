@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compat.bmcook.pruning import BMPrune, pruning_of
-from bmforge.compat.bmcook.training_methods import BMDistill, BMMoE, BMQuant, Teaching
+from bmforge.compat.bmcook.training_methods import BMDistill, BMMoE, BMQuant, Teaching, logits_of
 from bmforge.errors import ConfigError
 
 __all__ = ["CookOutput", "CookTrainer"]
@@ -123,7 +123,7 @@ def _forward(
 ) -> CookOutput:
     """Run a model and compute the task loss."""
     result = model(*args, **kw)
-    logits = result.logits if hasattr(result, "logits") else result[0]
+    logits = logits_of(result)
     loss = loss_func(logits.view(-1, logits.shape[-1]), targets.view(-1))
     out = CookOutput(loss, result)
     pruning = pruning_of(model)

@@ -22,7 +22,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.surgery import find_repeated_blocks, freeze_
 
-__all__ = ["BMDistill", "Teaching", "BMMoE", "BMQuant"]
+__all__ = ["BMDistill", "BMMoE", "BMQuant", "Teaching", "logits_of"]
 
 Forward = Callable[..., Any]
 
@@ -126,26 +126,26 @@ class Teaching:
         counted = (targets != IGNORE_INDEX).flatten()
         total = torch.zeros((), device=targets.device)
         if section["ce_scale"]:
-            logits = [
-                out.logits if hasattr(out, "logits") else out[0]
-                for out in (student_out, teacher_out)
-            ]
-            flat = [student_name.flatten(0, -2) for student_name in logits]
-            each = compare_logits(flat[0], flat[1].detach(), float(section["ce_temp"]))
-            counted = (
-                counted if counted.shape == each.shape else torch.ones_like(each, dtype=torch.bool)
-            )
-            total = total + section["ce_scale"] * each.where(
-                counted, 0
-            ).sum() / counted.sum().clamp(1)
-        for number, (student_name, other) in enumerate(self._pairs):
-            state, taught = self._mine.states[student_name], self._theirs.states[other].detach()
+            logits = [logits_of(out).flatten(0, -2) for out in (student_out, teacher_out)]
+            each = compare_logits(logits[0], logits[1].detach(), float(section["ce_temp"]))
+            if counted.shape != each.shape:
+                counted = torch.ones_like(each, dtype=torch.bool)
+            mean = each.where(counted, 0).sum() / counted.sum().clamp(1)
+            total = total + section["ce_scale"] * mean
+        for number, (name, other) in enumerate(self._pairs):
+            state, taught = self._mine.states[name], self._theirs.states[other].detach()
             if str(number) in self.projections:
                 taught = self.projections[str(number)](taught)
             weights = torch.ones(state.shape[:2], device=state.device)
             distance = compare_states(state, taught, weights, "mean_norm").mean()
             total = total + section["mse_hidn_scale"] * distance
         return total
+
+
+def logits_of(out: Any) -> Tensor:
+    """Return the logits of a model's output, which may be a tuple."""
+    logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+    return logits
 
 
 def _projection(
@@ -162,9 +162,9 @@ def _projection(
 
 def _width(model: nn.Module) -> int:
     config = getattr(model, "config", None)
-    for name in ("dim_model", "hidden_size"):
-        if isinstance(getattr(config, name, None), int):
-            return int(getattr(config, name))
+    for width in (getattr(config, name, None) for name in ("dim_model", "hidden_size")):
+        if isinstance(width, int):
+            return width
     raise ConfigError(
         f"mse_hidn_proj needs dim_model, which the config of {type(model).__name__} lacks. Set "
         "mse_hidn_proj to false."

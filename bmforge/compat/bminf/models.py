@@ -26,13 +26,16 @@ from bmforge.surgery import evaluating
 
 __all__ = ["CPM1", "CPM2", "EVA"]
 
+Draw = dict[str, Any]  # options of `GenerationConfig`
+Penalties = tuple[float, float]  # frequency and presence penalty
+
 _SCHEME = "int8-dynamic"
 _SPAN = "<span>"
 # Placeholder of the blanks to fill in; a private-use character, which no vocabulary has.
 _CHOSEN = "\ue000"
 # Sentinel number with which CPM-2.1 was trained to continue a text.
 _REST = 189
-# CPM-1's word-separator piece, which is exempt from the penalties.
+# CPM-1's word-separator token, which is exempt from the penalties.
 _WORD = "\u2581"
 
 
@@ -47,13 +50,7 @@ def open_engine(
 
     Args:
         family: required model class.
-        version: directory or hub id, with or without ``file://``.
-        memory_limit: limit on the weights in bytes (default: free memory).
-        dynamic_memory: limit on all other memory in bytes.
-        device_idx: index of the accelerator; only the first accelerator is supported.
-
-    Raises:
-        ConfigError: the model does not exist or is of another family, or a limit is too small.
+        version, memory_limit, dynamic_memory, device_idx: arguments of the models, see `_Model`.
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
@@ -137,11 +134,31 @@ class _Model:
         has_ended = out[-1] in config.eos_tokens
         return self._tokenizer.decode_written(out[:-1] if has_ended else out), has_ended
 
+    def _answer(
+        self,
+        model: Any,
+        source: Sequence[int],
+        start: Sequence[int],
+        draw: Draw,
+        penalties: Penalties,
+    ) -> tuple[str, bool]:
+        """Encode `source`, and generate a continuation of the decoder tokens `start`."""
+        config = complete_config(model, GenerationConfig(**draw))
+        with evaluating(model), torch.no_grad():
+            decoder = LoweredSeq2Seq(
+                model,
+                torch.tensor([source], device=self.engine.device),
+                None,
+                len(start) + config.max_new_tokens,
+                temperature=config.temperature,
+                penalties=penalties,
+                never=[self._tokenizer.unk_id],
+            )
+        return self._write(model, decoder, start, config)
 
-class CPM1(_Model):
-    """CPM-1 model, which continues texts."""
 
-    family, latest = "CPM1", "cpm1-new"
+class _TextModel(_Model):
+    """Base class of the models that continue texts; subclasses define `_continue`."""
 
     def generate(
         self,
@@ -173,33 +190,48 @@ class CPM1(_Model):
         Raises:
             ConfigError: the prompt is empty, a stop token is unknown, or an option is out of range.
         """
-        tokenizer = self._tokenizer
-        stops = self._stops(stop_tokens, [tokenizer.eos_id])
+        draw = draw_options(temperature, top_n, top_p, max_tokens)
+        penalties = frequency_penalty, presence_penalty
         with self.engine.turn("generate") as model:
-            ids = tokenizer.encode(input_sentence)
-            if not ids:
-                raise ConfigError("input_sentence is empty. Pass a text.")
-            room = self.engine.config.tokens_of(model) - len(ids)
-            if room < 1:
-                return "", True
-            draw = draw_options(
-                temperature, top_n, top_p, min(max_tokens, room), eos_token_id=stops
-            )
-            config = complete_config(model, GenerationConfig(**draw))
-            free = [id for id in [tokenizer.token_to_id(_WORD)] if id is not None]
-            decoder = LoweredDecoder(
-                model,
-                None,
-                len(ids) + config.max_new_tokens,
-                temperature=temperature,
-                penalties=(frequency_penalty, presence_penalty),
-                free=free,
-            )
-            text, has_ended = self._write(model, decoder, ids, config)
-        return text, has_ended or room <= max_tokens
+            return self._continue(model, input_sentence, draw, penalties, stop_tokens)
+
+    def _continue(
+        self, model: Any, text: str, draw: Draw, penalties: Penalties, stops: Sequence[str] | None
+    ) -> tuple[str, bool]:
+        raise NotImplementedError(f"{type(self).__name__} does not define _continue().")
 
 
-class CPM2(_Model):
+class CPM1(_TextModel):
+    """CPM-1 model, which continues texts."""
+
+    family, latest = "CPM1", "cpm1-new"
+
+    def _continue(
+        self, model: Any, text: str, draw: Draw, penalties: Penalties, stops: Sequence[str] | None
+    ) -> tuple[str, bool]:
+        tokenizer = self._tokenizer
+        ids, limit = tokenizer.encode(text), draw["max_new_tokens"]
+        if not ids:
+            raise ConfigError("input_sentence is empty. Pass a non-empty string.")
+        ends = self._stops(stops, [tokenizer.eos_id])
+        room = self.engine.config.tokens_of(model) - len(ids)
+        if room < 1:
+            return "", True
+        draw |= {"max_new_tokens": min(limit, room), "eos_token_id": ends}
+        config = complete_config(model, GenerationConfig(**draw))
+        decoder = LoweredDecoder(
+            model,
+            None,
+            len(ids) + config.max_new_tokens,
+            temperature=draw["temperature"],
+            penalties=penalties,
+            free=[id for id in [tokenizer.token_to_id(_WORD)] if id is not None],
+        )
+        text, has_ended = self._write(model, decoder, ids, config)
+        return text, has_ended or room <= limit
+
+
+class CPM2(_TextModel):
     """CPM-2 model, which fills in blanks of a text."""
 
     family, latest = "CPM2", "cpm2.1-new"
@@ -248,34 +280,15 @@ class CPM2(_Model):
         )
         return [{"position": p, "text": text} for p, text in zip(places, texts, strict=True)]
 
-    def generate(
-        self,
-        input_sentence: str,
-        max_tokens: int = 128,
-        top_n: int | None = None,
-        top_p: float | None = None,
-        temperature: float = 0.9,
-        frequency_penalty: float = 0,
-        presence_penalty: float = 0,
-        stop_tokens: Sequence[str] | None = None,
+    def _continue(
+        self, model: Any, text: str, draw: Draw, penalties: Penalties, stops: Sequence[str] | None
     ) -> tuple[str, bool]:
-        """Generate a continuation of a text; arguments as in `CPM1.generate`.
-
-        Raises:
-            ConfigError: a stop token is unknown, or an option is out of range.
-        """
         tokenizer = self._tokenizer
         marks = tokenizer.sentinel_ids
         blank = tokenizer.sentinel_id(min(_REST, len(marks) - 1))
-        stops = self._stops(stop_tokens, [tokenizer.eos_id, *marks])
-        with self.engine.turn("generate") as model:
-            source = [*tokenizer.encode(input_sentence), blank]
-            draw = draw_options(temperature, top_n, top_p, max_tokens, eos_token_id=stops)
-            penalties = frequency_penalty, presence_penalty
-            config = complete_config(model, GenerationConfig(**draw))
-            decoder = _begin(self, model, source, config, penalties, more=1)
-            start = [model.config.decoder_start_token_id, blank]
-            return self._write(model, decoder, start, config)
+        draw |= {"eos_token_id": self._stops(stops, [tokenizer.eos_id, *marks])}
+        start = [model.config.decoder_start_token_id, blank]
+        return self._answer(model, [*tokenizer.encode(text), blank], start, draw, penalties)
 
 
 class EVA(_Model):
@@ -310,7 +323,8 @@ class EVA(_Model):
         """
         if not context or not all(text.strip() for text in context):
             raise ConfigError(
-                "context is empty, or contains an empty utterance. Pass a list of texts."
+                "context is empty, or contains an empty utterance. Pass a list of non-empty "
+                "strings."
             )
         tokenizer = self._tokenizer
         utterances = [tokenizer.encode(text) for text in context]
@@ -320,35 +334,8 @@ class EVA(_Model):
             draw = draw_options(
                 temperature, top_n, top_p, max_tokens, eos_token_id=tokenizer.sep_id
             )
-            penalties = frequency_penalty, presence_penalty
-            config = complete_config(model, GenerationConfig(**draw))
-            decoder = _begin(self, model, source, config, penalties)
-            return self._write(model, decoder, [model.config.decoder_start_token_id], config)
-
-
-def _begin(
-    of: _Model,
-    model: Any,
-    source: Sequence[int],
-    config: GenerationConfig,
-    penalties: tuple[float, float],
-    more: int = 0,
-) -> LoweredSeq2Seq:
-    """Encode `source` and create its decoder.
-
-    The decoder has space for a start token, `more` prompt tokens and `config.max_new_tokens` new
-    tokens.
-    """
-    with evaluating(model), torch.no_grad():
-        return LoweredSeq2Seq(
-            model,
-            torch.tensor([source], device=of.engine.device),
-            None,
-            1 + more + config.max_new_tokens,
-            temperature=config.temperature,
-            penalties=penalties,
-            never=[of._tokenizer.unk_id],
-        )
+            start = [model.config.decoder_start_token_id]
+            return self._answer(model, source, start, draw, (frequency_penalty, presence_penalty))
 
 
 def _find_spans(text: str, positions: Sequence[int] | None) -> list[int]:

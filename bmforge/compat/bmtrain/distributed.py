@@ -17,13 +17,9 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.parallel.collectives import gather_tokens, sum_forward, sum_scatter_tokens
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "recv_activations",
-    "reduce_scatter",
+    "all_gather", "all_reduce", "broadcast", "recv_activations", "reduce_scatter",
     "send_activations",
-]
+]  # fmt: skip
 
 Op = Literal["sum", "avg", "max", "min", "prod"]
 _DTYPES = (

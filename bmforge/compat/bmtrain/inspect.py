@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmforge.compat.bmtrain.module import reshard_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
 from bmforge.compat.bmtrain.synchronize import gather_result
 
 __all__ = [
-    "InspectTensor",
-    "collect_records",
-    "format_summary",
-    "inspect_model",
-    "inspect_tensor",
+    "InspectTensor", "collect_records", "format_summary", "inspect_model", "inspect_tensor",
     "record_tensor",
-]
+]  # fmt: skip
 
 Row = dict[str, Any]
 _COLUMNS = ("max", "min", "std", "mean", "grad_std", "grad_mean")
@@ -44,26 +42,32 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
     Memory: one full parameter and its gradient.
     """
     config.need("inspect_model")
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
+    reshard_blocks_(model)
     rows = []
     for name, param in model.named_parameters(prefix.rstrip(".")):
         if fnmatch.fnmatch(name, param_name):
             row = {"name": name, "shape": tuple(full_shape(param)), **_measure(whole(param))}
-            has_gradient = any(allgather_objects(param.grad is not None))
-            if has_gradient:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                statistics = _measure(whole(param, grad))
-                row |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
-            rows.append({"grad_std": None, "grad_mean": None, **row})
+            rows.append(row | _measure_grad(param, partial(whole, param)))
     return rows
+
+
+def _measure_grad(tensor: Tensor, collect: Callable[[Tensor], Tensor]) -> Row:
+    """Return statistics of a tensor's gradient, zero on processes without one; else None."""
+    if not any(allgather_objects(tensor.grad is not None)):
+        return {"grad_std": None, "grad_mean": None}
+    grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    statistics = _measure(collect(grad))
+    return {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
 
 
 def _measure(tensor: Tensor) -> dict[str, float]:
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     numbers = (wide.std(), wide.mean(), wide.max(), wide.min())
     return {k: v.item() for k, v in zip(("std", "mean", "max", "min"), numbers, strict=True)}
+
+
+def _gather_values(tensor: Tensor) -> Tensor:
+    return gather_result(tensor.detach().reshape(-1))
 
 
 class InspectTensor:
@@ -86,15 +90,10 @@ class InspectTensor:
         for index, record in enumerate(self.summary):
             seen = [r["name"] for r in self.summary[:index]].count(record["name"])
             name = record["name"] if not seen else f"{record['name']}.{seen}"
-            tensor, grad = record["tensor"].detach(), record["tensor"].grad
+            tensor = record["tensor"]
             row: Row = {"name": name, "group": record["group"], "shape": tuple(tensor.shape)}
-            row |= {"grad_std": None, "grad_mean": None}
-            row |= _measure(gather_result(tensor.reshape(-1)))
-            if any(allgather_objects(grad is not None)):
-                grad = torch.zeros_like(tensor) if grad is None else grad
-                statistics = _measure(gather_result(grad.reshape(-1)))
-                row |= {"grad_std": statistics["std"], "grad_mean": statistics["mean"]}
-            rows.append(row)
+            row |= _measure(_gather_values(tensor))
+            rows.append(row | _measure_grad(tensor, _gather_values))
         return rows
 
     def get_tensor(

@@ -32,7 +32,8 @@ from bmforge.compat.bmtrain.parameter import (
 )
 from bmforge.compat.bmtrain.runtime import config
 
-__all__ = ["Facade", "claim_blocks_", "join_blocks_", "DistributedModule", "make_distributed_"]
+__all__ = ["DistributedModule", "Facade", "claim_blocks_", "join_blocks_", "make_distributed_"]
+__all__ += ["reshard_blocks_"]
 
 
 class Facade(nn.Module):
@@ -65,6 +66,13 @@ def claim_blocks_(model: nn.Module) -> None:
     for module in modules:
         if isinstance(module, Facade) and module.__dict__.get("_claim", (0,))[0] < len(modules):
             module.__dict__["_claim"] = len(modules), weakref.ref(model)
+
+
+def reshard_blocks_(model: nn.Module) -> None:
+    """Reshard the parameters of all blocks, and free the full ones."""
+    for module in model.modules():
+        if callable(give_back := getattr(module, "give_back", None)):
+            give_back()
 
 
 class _Root(nn.Module):

@@ -17,19 +17,9 @@ from bmforge.parallel.collectives import all_gather
 from bmforge.parallel.collectives import reduce_scatter as scatter_sums
 
 __all__ = [
-    "NCCLCommunicator",
-    "allGather",
-    "allReduce",
-    "broadcast",
-    "commCount",
-    "commRank",
-    "groupEnd",
-    "groupStart",
-    "recv",
-    "reduce",
-    "reduceScatter",
-    "send",
-]
+    "NCCLCommunicator", "allGather", "allReduce", "broadcast", "commCount", "commRank", "groupEnd",
+    "groupStart", "recv", "reduce", "reduceScatter", "send",
+]  # fmt: skip
 
 NCCLCommunicator = dist.ProcessGroup
 _OPERATIONS = {

@@ -26,16 +26,9 @@ from bmforge.parallel.collectives import (
 )
 
 __all__ = [
-    "ColumnParallelLinear",
-    "Linear",
-    "OpLinear",
-    "OpParallelLinear",
-    "Projection",
-    "ReduceType",
-    "RowParallelLinear",
-    "VPEmbedding",
-    "VPProjection",
-]
+    "ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "Projection", "ReduceType",
+    "RowParallelLinear", "VPEmbedding", "VPProjection",
+]  # fmt: skip
 
 
 class ReduceType(Enum):
@@ -118,7 +111,18 @@ def _new(
     return DistributedParameter(empty, init_method=init, tp_mode=tp_mode, tp_split_dim=split_dim)
 
 
-class Linear(DistributedModule):
+class _Linear(DistributedModule):
+    """Base class of the linear layers; `weight` and `bias` may be this process's part."""
+
+    def extra_repr(self) -> str:
+        """Return the sizes of this process's part of the layer."""
+        weight: Any = self._parameters["weight"]
+        rows, columns = weight.shape
+        has_bias = self._parameters.get("bias") is not None
+        return f"in_features={columns}, out_features={rows}, bias={has_bias}"
+
+
+class Linear(_Linear):
     """Linear layer with Xavier-normal weights and a bias of 0."""
 
     def __init__(
@@ -137,13 +141,8 @@ class Linear(DistributedModule):
         """Return ``input @ weight.T + bias``."""
         return F.linear(input, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        has_bias = self._parameters.get("bias") is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
-
-class ColumnParallelLinear(DistributedModule):
+class ColumnParallelLinear(_Linear):
     """Linear layer whose outputs are sharded over the tensor-parallel processes.
 
     Args:
@@ -177,12 +176,8 @@ class ColumnParallelLinear(DistributedModule):
             input, self.weight, self.bias, self.gather_input, self.gather_output
         )
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        return f"in_features={self.in_features}, out_features={self.out_features_per_partition}"
 
-
-class RowParallelLinear(DistributedModule):
+class RowParallelLinear(_Linear):
     """Linear layer whose inputs are sharded over the tensor-parallel processes.
 
     Args:
@@ -221,9 +216,10 @@ class RowParallelLinear(DistributedModule):
         bias = self.bias
         return out if bias is None else out + bias
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes."""
-        return f"in_features={self.in_features_per_partition}, out_features={self.out_features}"
+
+def _normal(table: Tensor, mean: float, std: float, **options: Any) -> Any:
+    init = ParameterInitializer(torch.nn.init.normal_, mean=mean, std=std)
+    return DistributedParameter(table, init_method=init, **options)
 
 
 class VPEmbedding(DistributedModule):
@@ -248,9 +244,8 @@ class VPEmbedding(DistributedModule):
         self.dim_model, self.vocab_size_per_partition = embedding_size, part
         self.start_index = config["tp_rank"] * part
         self.end_index = self.start_index + part
-        init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
         table = torch.empty(part, embedding_size, dtype=dtype)
-        self.weight = DistributedParameter(table, init_method=init, tp_mode=True, tp_split_dim=0)
+        self.weight = _normal(table, init_mean, init_std, tp_mode=True, tp_split_dim=0)
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
         """Look up token embeddings or, with `projection`, compute the local part of the logits.
@@ -279,9 +274,8 @@ class Projection(DistributedModule):
         init_std: float = 1.0,
     ) -> None:
         super().__init__()
-        init = ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std)
-        weight = torch.empty(vocab_size, embedding_size, dtype=dtype)
-        self.weight = DistributedParameter(weight, init_method=init)
+        table = torch.empty(vocab_size, embedding_size, dtype=dtype)
+        self.weight = _normal(table, init_mean, init_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits over the whole vocabulary."""

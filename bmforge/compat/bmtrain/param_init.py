@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bmforge.compat.bmtrain.module import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_, reshard_blocks_
 from bmforge.compat.bmtrain.parameter import full_shape, origin_of, set_values_
 from bmforge.compat.bmtrain.runtime import config
 
@@ -26,7 +26,8 @@ def init_parameters(model: nn.Module) -> None:
     """
     config.need("init_parameters")
     claim_blocks_(model)
-    for param in _once(model):
+    reshard_blocks_(model)
+    for param in model.parameters():
         origin = origin_of(param)
         if origin is not None and origin.init_method is not None:
             value = torch.empty(full_shape(param), dtype=param.dtype, device=config.device)
@@ -52,18 +53,11 @@ def _sum_over_all(grad: Tensor) -> Tensor:
     return total
 
 
-def _once(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Reshard all blocks, then yield each parameter of the model once, also if it is tied."""
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
-    yield from model.parameters()
-
-
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
     """Yield (name, parameters) of every parameter group."""
     groups: dict[str | None, list[nn.Parameter]] = {}
-    for param in _once(model):
+    reshard_blocks_(model)
+    for param in model.parameters():
         origin = origin_of(param)
         groups.setdefault(None if origin is None else origin.group, []).append(param)
     yield from groups.items()

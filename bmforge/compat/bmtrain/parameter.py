@@ -23,23 +23,10 @@ from bmforge.parallel.collectives import all_gather, gather_tokens
 from bmforge.shards import laid_out_like, local_box, local_tensor
 
 __all__ = [
-    "DistributedParameter",
-    "Origin",
-    "ParameterInitializer",
-    "all_rows",
-    "full_shape",
-    "gather",
-    "gather_all",
-    "has_values_",
-    "make_parameter",
-    "mark_",
-    "mesh_of",
-    "need_values",
-    "origin_of",
-    "set_values_",
-    "share_like",
-    "whole",
-]
+    "DistributedParameter", "Origin", "ParameterInitializer", "all_rows", "full_shape", "gather",
+    "gather_all", "has_values_", "make_parameter", "mark_", "mesh_of", "need_values", "origin_of",
+    "set_values_", "share_like", "whole",
+]  # fmt: skip
 
 
 class ParameterInitializer:
@@ -310,7 +297,7 @@ class _Method:
 
     def __reduce__(self) -> Any:
         """Pickle the wrapper only; the tensor is not pickled."""
-        return _Method, (self._function,)
+        return type(self), (self._function,)
 
 
 class _DeepCopy(_Method):
@@ -334,7 +321,3 @@ class _DeepCopy(_Method):
         mark_(copy, origin)
         memo[id(param)] = copy
         return copy
-
-    def __reduce__(self) -> Any:
-        """Pickle the wrapper only; the tensor is not pickled."""
-        return _DeepCopy, (self._function,)

@@ -113,7 +113,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if rows * self.stages % micros or micros % self.stages:
             raise ShapeError(
                 f"num_micro_batches={micros} must be a multiple of the {self.stages} stages, and "
-                f"divide the batch of {rows} rows x {self.stages} stages evenly."
+                f"divide the batch of {rows} sequences x {self.stages} stages evenly."
             )
         columns = []
         for index, value in enumerate((*hidden, *others)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,86 +25,43 @@ from bmforge.parallel.groups import build_device_mesh, flatten_mesh
 from bmforge.train.checkpoint.rng import seed_all
 
 __all__ = [
-    "Config",
-    "Topology",
-    "config",
-    "init_distributed",
-    "is_initialized",
-    "rank",
-    "synchronize",
-    "topology",
-    "world_size",
-]
+    "Config", "Topology", "config", "init_distributed", "is_initialized", "rank", "synchronize",
+    "topology", "world_size",
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Topology:
-    """Coordinates of this process; pipeline stages vary slowest, tensor-parallel ranks fastest."""
+    """Coordinates of this process; pipeline stages vary slowest, tensor-parallel ranks fastest.
 
-    rank: int
-    pipe_size: int
-    tp_size: int
-    world_size: int
+    Attributes:
+        stages, stage_id: number of pipeline stages, and index of this process's stage.
+        pipe_idx: index of this process's pipeline.
+        zero_id, pp_zero_id: rank among the processes of the same pipeline stage.
+        pp_zero_idx: index of the group of processes that shard the same parameters: the stage.
+        tp_idx, tp_id: index of this process's tensor-parallel group, and rank in the group.
+        tp_zero_id: rank among the processes with the same tensor-parallel part of the model.
+    """
 
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages."""
-        return self.pipe_size
-
-    @property
-    def stage_id(self) -> int:
-        """Index of this process's stage."""
-        return self.rank // (self.world_size // self.pipe_size)
-
-    @property
-    def tp_id(self) -> int:
-        """Rank in the tensor-parallel group."""
-        return self.rank % self.tp_size
-
-    @property
-    def pipe_idx(self) -> int:
-        """Index of this process's pipeline."""
-        return self.rank % (self.world_size // self.pipe_size)
-
-    @property
-    def zero_id(self) -> int:
-        """Rank among the processes of the same pipeline stage."""
-        return self.pipe_idx
-
-    pp_zero_id = zero_id
-
-    @property
-    def pp_zero_idx(self) -> int:
-        """Index of the group of processes that shard the same parameters: the stage index."""
-        return self.stage_id
-
-    @property
-    def tp_idx(self) -> int:
-        """Index of this process's tensor-parallel group."""
-        return self.rank // self.tp_size
-
-    @property
-    def tp_zero_id(self) -> int:
-        """Rank among the processes with the same tensor-parallel part of the model."""
-        return self.pipe_idx // self.tp_size
+    def __init__(self, rank: int, pipe_size: int, tp_size: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.stages = self.pipe_size = pipe_size
+        self.tp_size = tp_size
+        self.stage_id, self.pipe_idx = divmod(rank, world_size // pipe_size)
+        self.zero_id = self.pp_zero_id = self.pipe_idx
+        self.pp_zero_idx = self.stage_id
+        self.tp_idx, self.tp_id = divmod(rank, tp_size)
+        self.tp_zero_id = self.pipe_idx // tp_size
 
     def get_group_id(self, name: str) -> int:
         """Return the index of this process's group: "pipe", "zero", "tp_zero" or "tp"."""
-        return {
-            "pipe": self.pipe_idx,
-            "zero": self.stage_id,
-            "tp": self.tp_idx,
-            "tp_zero": self.stage_id * self.tp_size + self.tp_id,
-        }[name]
+        tp_zero = self.stage_id * self.tp_size + self.tp_id
+        groups = {"pipe": self.pipe_idx, "zero": self.stage_id, "tp": self.tp_idx}
+        return {**groups, "tp_zero": tp_zero}[name]
 
     def get_group_rank(self, name: str) -> int:
         """Return this process's rank in its group: "pipe", "zero", "tp_zero" or "tp"."""
-        return {
-            "pipe": self.stage_id,
-            "zero": self.zero_id,
-            "tp": self.tp_id,
-            "tp_zero": self.tp_zero_id,
-        }[name]
+        ranks = {"pipe": self.stage_id, "zero": self.zero_id, "tp": self.tp_id}
+        return {**ranks, "tp_zero": self.tp_zero_id}[name]
 
 
 # BMTrain's `config` before `init_distributed`; programs log with `bmt.rank()` while they import.
@@ -172,7 +128,7 @@ class Config(Mapping[str, Any]):
     @property
     def is_ready(self) -> bool:
         """True if `init_distributed` was called and its process group still exists."""
-        return self._group is not None and dist.is_initialized() and _world_group() is self._group
+        return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def need(self, what: str) -> None:
         """Raise an error if `init_distributed` was not called.
@@ -207,7 +163,7 @@ class Config(Mapping[str, Any]):
             "pp_tp_zero_comm": self.tp_zero.get_group(),
         }
         self._values = {**values, **groups}
-        self._group, self._is_inside, self.inspected = _world_group(), False, []
+        self._group, self._is_inside, self.inspected = dist.group.WORLD, False, []
         self.saving, self.grouped = None, None
 
     @contextmanager
@@ -227,10 +183,6 @@ class Config(Mapping[str, Any]):
                 yield
         finally:
             self._is_inside = False
-
-
-def _world_group() -> object:
-    return dist.group.WORLD
 
 
 config = Config()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bmforge.compat.bmtrain.block import TransformerBlockList
-from bmforge.compat.bmtrain.module import claim_blocks_
+from bmforge.compat.bmtrain.module import claim_blocks_, reshard_blocks_
 from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize
@@ -25,13 +26,9 @@ from bmforge.parallel import run_on_first
 from bmforge.shards import local_tensor
 
 __all__ = [
-    "allgather_object",
-    "allgather_objects",
-    "broadcast_object",
-    "load",
-    "published_parameters",
+    "allgather_object", "allgather_objects", "broadcast_object", "load", "published_parameters",
     "save",
-]
+]  # fmt: skip
 
 State = dict[str, Any]
 
@@ -58,7 +55,8 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
     if not non_blocking:
         run_on_first(lambda: _write(state, path))
     elif config["rank"] == 0:
-        own = {local_tensor(t).untyped_storage().data_ptr() for t in _tensors_of(model)}
+        tensors = chain(model.parameters(), model.buffers())
+        own = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in tensors}
         copies = {
             key: v.clone() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in own else v
             for key, v in state.items()
@@ -95,11 +93,6 @@ class Writing(threading.Thread):
 def _finish_writing() -> None:
     if config.saving is not None:
         config.saving.finish()
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
@@ -225,9 +218,7 @@ def _share_out(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]
         return state
     heads = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in (state or {}).items()}
     heads = broadcast_object(heads)
-    for module in model.modules():
-        if callable(give_back := getattr(module, "give_back", None)):
-            give_back()
+    reshard_blocks_(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for own, published in published_parameters(model).items():
         parameters.setdefault(published, parameters[own])

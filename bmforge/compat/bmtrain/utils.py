@@ -15,15 +15,9 @@ from bmforge.device import device_memory_bytes
 from bmforge.host_memory import resident_bytes
 
 __all__ = [
-    "AverageRecorder",
-    "check_torch_version",
-    "print_block",
-    "print_dict",
-    "print_rank",
-    "round_up",
-    "see_memory",
-    "tp_split_tensor",
-]
+    "AverageRecorder", "check_torch_version", "print_block", "print_dict", "print_rank", "round_up",
+    "see_memory", "tp_split_tensor",
+]  # fmt: skip
 
 _WIDTH = 60
 _GIB = 1 << 30

@@ -79,6 +79,12 @@ def _switch_caches_off_(model: nn.Module) -> None:
             get_logger().info("use_cache is disabled, because blocks are recomputed in backward")
 
 
+def _count_uses(model: nn.Module) -> Counter[int]:
+    """Return how many modules use each parameter, by id; a tied one has several."""
+    parameters = (p for module in model.modules() for p in module._parameters.values())
+    return Counter(id(p) for p in parameters if p is not None)
+
+
 def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated layers that share no parameter with other modules."""
     blocks = dict(find_repeated_blocks(model))
@@ -86,18 +92,13 @@ def _find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and type(module).forward is nn.ModuleList.forward:
             prefix = f"{name}." if name else ""
             blocks.update({prefix + key: child for key, child in module.named_children()})
-    # Number of modules that use each parameter; tied parameters are used more than once.
-    uses: Counter[int] = Counter()
-    for module in model.modules():
-        uses.update(id(p) for p in module._parameters.values() if p is not None)
+    uses = _count_uses(model)
     outer: dict[str, nn.Module] = {}
     for name in sorted(blocks, key=lambda name: name.count(".")):
         block = blocks[name]
         if any(name.startswith(f"{other}.") for other in outer) or isinstance(block, Block):
             continue
-        own: Counter[int] = Counter()
-        for module in block.modules():
-            own.update(id(p) for p in module._parameters.values() if p is not None)
+        own = _count_uses(block)
         if own and all(uses[key] == count for key, count in own.items()):
             outer[name] = block
     return outer

@@ -19,14 +19,8 @@ import tomli_w
 from bmforge.errors import ConfigError, suggest
 
 __all__ = [
-    "ARGUMENTS",
-    "DEFAULTS",
-    "PARSER_DEFAULTS",
-    "SWITCHES",
-    "Argument",
-    "Migrated",
-    "split_words",
-]
+    "ARGUMENTS", "DEFAULTS", "PARSER_DEFAULTS", "SWITCHES", "Argument", "Migrated", "split_words",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

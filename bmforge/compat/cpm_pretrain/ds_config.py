@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,8 @@ from bmforge.train.loss_scale import LossScaleConfig
 
 __all__ = ["apply_ds_config", "read_ds_config"]
 
-# Settings that have no effect here; each is logged with the reason and ignored.
-_WITHOUT_EFFECT = {
-    "zero_allow_untested_optimizer": "ZeRO supports every optimizer",
-    "wall_clock_breakdown": "see train.profile_steps",
-    "memory_breakdown": "memory is in metrics.jsonl",
-    "dump_state": "the whole config is in run.toml",
-    "prescale_gradients": "gradients are averaged over all tokens",
-    "gradient_predivide_factor": "gradients are averaged over all tokens",
-    "sparse_gradients": "embeddings have dense gradients",
-    "disable_allgather": "see layout.zero",
-    "fp32_allreduce": "gradients are reduced in fp32",
-    "optimizer": "CPM-Pretrain built its own from the command line; see train.optim",
-    "scheduler": "CPM-Pretrain built its own from the command line; see train.schedule",
-    "tensorboard": "run_dir/tensorboard is always written",
-    "activation_checkpointing": "see recompute",
-    "pipeline": "see layout.pp_schedule and layout.pp_cut",
-}
+# Setting without effect -> reason; each is logged and ignored.
+_WITHOUT_EFFECT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _COUNT = (int, lambda n: n >= 1, "an integer of at least 1")
 _NUMBER = (int | float, lambda n: n >= 0, "at least 0")
 _OBJECT = (dict, lambda _: True, "an object")
@@ -119,13 +105,8 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
             "data.grad_accum_steps, such as gpt2-pretrain and t5-pretrain). Leave it out."
         )
     if config.layout.pp == 1:
-        log.warning(
-            (
-                "--ds-config %s is ignored, as in CPM-Pretrain, because there is no pipeline "
-                "(layout.pp=1)"
-            ),
-            path,
-        )
+        why = "as in CPM-Pretrain, because there is no pipeline (layout.pp=1)"
+        log.warning("--ds-config %s is ignored, %s", path, why)
         return config
     for name in _WITHOUT_EFFECT:
         if name in settings:
@@ -180,11 +161,6 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
                 f"{micro} sequences x {steps} accumulation steps x {world_size} processes / "
                 f"pp={layout.pp} / tp={layout.tp}"
             )
-        get_logger().warning(
-            "--ds-config has train_batch_size=%d, but %s is %d: %d is used",
-            stated,
-            rule,
-            used,
-            used,
-        )
+        fact = f"{rule} is {used}: {used} is used"
+        get_logger().warning("--ds-config has train_batch_size=%d, but %s", stated, fact)
     return data

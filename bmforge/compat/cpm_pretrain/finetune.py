@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bmforge.compat.cpm_pretrain.arguments import Migrated, split_words
+from bmforge.compat.cpm_pretrain.arguments import Argument, Migrated, split_words
 from bmforge.compat.cpm_pretrain.ds_config import read_ds_config
 from bmforge.errors import ConfigError
 
@@ -21,7 +21,6 @@ __all__ = ["PROGRAMS", "UNSUPPORTED", "place_finetune"]
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 PROGRAMS: dict[str, str] = _FILE["programs"]
 UNSUPPORTED: dict[str, str] = _FILE["unsupported"]
-_TYPES = {"int": int, "float": float, "str": str}
 # Default values of the programs that differ from those of the recipes.
 _DEFAULTS = {"--weight-decay": "0.01", "--clip-grad": "1.0", "--warmup": "0.01", "--seed": "1234"}
 _NAMES = {name for part in ("fields", "switches", "dropped", "unplaced") for name in _FILE[part]}
@@ -64,10 +63,7 @@ def _place(out: Migrated, name: str, value: str) -> None:
     """Convert one argument as `finetune.toml` says; a switch sets the field to a fixed value."""
     if name in _FILE["fields"]:
         path, kind = _FILE["fields"][name]
-        try:
-            out.put(path, [value] if kind == "list" else _TYPES[kind](value))
-        except ValueError as error:
-            raise ConfigError(f"{name} {value} must be of type {kind}.") from error
+        out.put(path, [value] if kind == "list" else Argument(type=kind).read(name, value))
     elif name in _FILE["switches"]:
         out.put(*_FILE["switches"][name])
     elif name in _FILE["dropped"]:
@@ -91,19 +87,16 @@ def _place_sizes(out: Migrated) -> None:
 def _place_schedule(out: Migrated, arguments: dict[str, str]) -> None:
     """Set the learning rate schedule; `--warmup` is a fraction of the training steps."""
     style = arguments.get("--lr-decay-style", "linear")
-    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant"}
-    if style in kinds:
-        out.put("train.schedule.kind", kinds[style])
+    if style in ("linear", "cosine", "constant"):
+        out.put("train.schedule.kind", style)
     else:
         out.unplaced.append((f"--lr-decay-style {style}", "set train.schedule.kind"))
-    steps = out.values.get("train", {}).get("steps")
-    if steps is None:
-        share = arguments["--warmup"]
-        out.unplaced.append(
-            (f"--warmup {share}", "set train.schedule.warmup_steps to this fraction of train.steps")
-        )
+    steps, share = out.values.get("train", {}).get("steps"), arguments["--warmup"]
+    if steps is not None:
+        out.put("train.schedule.warmup_steps", int(float(share) * steps))
         return
-    out.put("train.schedule.warmup_steps", int(float(arguments["--warmup"]) * steps))
+    why = "set train.schedule.warmup_steps to this fraction of train.steps"
+    out.unplaced.append((f"--warmup {share}", why))
 
 
 def _place_ds_config(out: Migrated, file: str) -> None:
@@ -126,13 +119,9 @@ def _place_folder(out: Migrated, program: str, folder: Path) -> None:
         "finetune_lm.py": "the tab-separated posts and answers",
         "finetune_chid.py": "the original ChID files, from which preprocess_chid_finetune.py reads",
     }
-    out.unplaced.append(
-        (
-            f"--data_dir {folder}",
-            f"its preprocessed files are not read: set data.paths and data.validation to "
-            f"{sources.get(program, 'the text files')}",
-        )
-    )
+    source = sources.get(program, "the text files")
+    why = f"its preprocessed files are not read: set data.paths and data.validation to {source}"
+    out.unplaced.append((f"--data_dir {folder}", why))
 
 
 def _place_model(out: Migrated, path: Path) -> None:

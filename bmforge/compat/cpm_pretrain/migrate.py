@@ -71,7 +71,7 @@ def migrate_text(text: str) -> Migrated:
     places.fill()
     count = places.number("--model-parallel-size") * places.stages
     out.command = _command(words[:at], script, task, str(count))
-    ds_config = places.given.get("--deepspeed_config")
+    ds_config = places.arguments.get("--deepspeed_config")
     if ds_config and places.stages > 1:  # CPM-Pretrain read the file for pipelines only
         out.command += f" --ds-config {shlex.quote(ds_config)}"
     config_from_dict(RECIPES[task].config, out.values)  # check that the converted fields exist
@@ -117,7 +117,7 @@ class _Places:
     """
 
     def __init__(self, task: str, out: Migrated, arguments: dict[str, Any]) -> None:
-        self.is_t5, self.out, self.given = task == "t5-pretrain", out, arguments
+        self.is_t5, self.out, self.arguments = task == "t5-pretrain", out, arguments
         self.stages = max(1, self.number("--pipe-parallel-size"))
 
     def number(self, name: str) -> Any:
@@ -126,14 +126,14 @@ class _Places:
         Raises:
             ConfigError: the value has the wrong type.
         """
-        value = self.given.get(name, DEFAULTS.get(name))
+        value = self.arguments.get(name, DEFAULTS.get(name))
         return None if value is None else _TABLE[name].read(name, value)
 
     def fill(self) -> None:
         """Convert all arguments, and list those without an equivalent."""
         for name, entry in _TABLE.items():
             value = self.number(name) if entry.converts == "alone" else None
-            if name in self.given and entry.value is not None:
+            if name in self.arguments and entry.value is not None:
                 value = entry.value
             if value is not None and self._is_ours(name):
                 self.out.put(entry.fields[0], value)
@@ -143,7 +143,7 @@ class _Places:
         self._place_precision()
         self._place_data()
         self._place_saving()
-        for name in self.given:
+        for name in self.arguments:
             entry = _TABLE[name]
             is_placed = entry.converts or entry.value is not None
             if is_placed or (name == "--deepspeed_config" and self.stages > 1):
@@ -158,13 +158,13 @@ class _Places:
         only = _TABLE[name].only
         if not only or (only == "t5") is self.is_t5:
             return True
-        if name in self.given:
+        if name in self.arguments:
             self.say(name, f"only {only}-pretrain supports this argument")
         return False
 
     def say(self, name: str, why: str) -> None:
         """Add an argument that has no equivalent to `Migrated.unplaced`, with the reason."""
-        value = self.given.get(name, True)
+        value = self.arguments.get(name, True)
         self.out.unplaced.append((name if value is True else f"{name} {value}", why))
 
     def _place_model(self) -> None:
@@ -175,23 +175,20 @@ class _Places:
         if self.is_t5:
             if self.number("--attention-dropout") != self.number("--hidden-dropout"):
                 self.say("--attention-dropout", "T5 has a single dropout, model.dropout")
-            if "--hidden-bias" in self.given:
+            if "--hidden-bias" in self.arguments:
                 self.say("--hidden-bias", "a T5 has no biases")
         else:
             self.out.put("model.attn_dropout", self.number("--attention-dropout"))
-            self.out.put("model.bias", "--hidden-bias" in self.given)
-            if "--openai-gelu" in self.given:
+            self.out.put("model.bias", "--hidden-bias" in self.arguments)
+            if "--openai-gelu" in self.arguments:
                 self.out.put("model.activation", "gelu_new")
         for name in ("--num-unique-layers", "--apply-residual-connection-post-layernorm"):
-            if name in self.given:
+            if name in self.arguments:
                 self.say(name, _TABLE[name].note)
         if self.number("--zero-stage") is not None:
             self.out.put("layout.zero", {1: 2}.get(stage := self.number("--zero-stage"), stage))
-        is_divided = any(
-            n in self.given
-            for n in ("--partition-activations", "--distribute-checkpointed-activations")
-        )
-        if is_divided and self.number("--model-parallel-size") > 1:
+        names = {"--partition-activations", "--distribute-checkpointed-activations"}
+        if names & self.arguments.keys() and self.number("--model-parallel-size") > 1:
             self.out.put("layout.sequence_parallel", True)
 
     def _place_schedule(self) -> None:
@@ -220,7 +217,7 @@ class _Places:
         seed = self.number("--seed")
         for path in ("seed", "data.seed", "train.seed"):
             self.out.put(path, seed)
-        if "--fp16" not in self.given:
+        if "--fp16" not in self.arguments:
             self.out.values.pop("loss_scale", None)
             return
         self.out.put("train.precision", "fp16")
@@ -234,12 +231,12 @@ class _Places:
             self.out.put("loss_scale.init_scale", 2.0**32)
 
     def _place_data(self) -> None:
-        if path := self.given.get("--data-path"):
+        if path := self.arguments.get("--data-path"):
             self.out.put("data.paths", [path])
         self.out.put("data.split", [float(n) for n in self.number("--split").split(",")])
-        if "--num-workers" in self.given:
+        if "--num-workers" in self.arguments:
             self.out.dropped.append(("--num-workers", "one thread reads ahead"))
-        vocabulary = self.given.get("--vocab-file")
+        vocabulary = self.arguments.get("--vocab-file")
         if vocabulary:
             path = Path(vocabulary)
             self.out.put("data.tokenizer", str(path.parent if path.suffix else path))
@@ -252,33 +249,26 @@ class _Places:
         self.out.put("model.vocab_size", -(-count // step) * step)
 
     def _place_saving(self) -> None:
-        load = self.given.get("--load")
-        if load and load == self.given.get("--save"):
+        load = self.arguments.get("--load")
+        if load and load == self.arguments.get("--save"):
             self.out.dropped.append((f"--load {load}", "runs resume automatically"))
         elif load:
-            self.say(
-                "--load",
-                (
-                    "checkpoints of DeepSpeed cannot be read: bmforge convert reads Megatron "
-                    "shards of CPM-1, CPM-2 and EVA, and init_from its results"
-                ),
-            )
+            why = "bmforge convert reads Megatron shards of CPM-1, CPM-2 and EVA, and init_from its"
+            self.say("--load", f"checkpoints of DeepSpeed cannot be read: {why} results")
         for name in ("--finetune", "--no-load-optim", "--no-load-rng", "--no-save-optim"):
-            if name in self.given:
+            if name in self.arguments:
                 self.out.dropped.append((name, _TABLE[name].note or "see init_from"))
-        if "--profile-backward" in self.given:
+        if "--profile-backward" in self.arguments:
             self.out.dropped.append(("--profile-backward", "see train.profile_steps"))
 
 
 def _count_tokens(path: str | None) -> int | None:
     """Count the tokens in a vocabulary file; None if there is no such file."""
-    source = Path(path) if path else None
-    if source is None:
+    if not path:
         return None
-    files = (
-        [source] if source.is_file() else [source / name for name in ("vocab.json", "vocab.txt")]
-    )
-    for file in files:
+    source = Path(path)
+    names = ("vocab.json", "vocab.txt")
+    for file in [source] if source.is_file() else [source / name for name in names]:
         if file.is_file() and file.suffix == ".json":
             try:
                 return len(json.loads(file.read_text(encoding="utf-8")))

@@ -6,6 +6,7 @@ between stages, with or without gradient.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +17,9 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.rules import LayoutRules
 
 __all__ = [
-    "LayerSpec",
-    "PipeModelDataParallelTopology",
-    "PipelineModule",
-    "ProcessCoord",
-    "StageOutput",
+    "LayerSpec", "PipeModelDataParallelTopology", "PipelineModule", "ProcessCoord", "StageOutput",
     "TiedLayerSpec",
-]
+]  # fmt: skip
 
 
 class LayerSpec:
@@ -79,20 +76,14 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that applies a function to its input.
-
-    The layer of a tied key also passes the shared module.
-    """
+    """Layer that applies a function to its input, and to the shared module of a tied key."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
         self.function, self.shared = function, shared
 
     def forward(self, inputs: Any) -> Any:
-        """Apply the function to the inputs.
-
-        If there is a shared module, it is the first argument.
-        """
+        """Apply the function to the inputs; a shared module is the first argument."""
         return self.function(inputs) if self.shared is None else self.function(self.shared, inputs)
 
 
@@ -146,10 +137,9 @@ class PipelineModule(nn.Module):
 
     def _make_tied(self, spec: TiedLayerSpec, number: int) -> nn.Module:
         first = self._tied.setdefault(spec.key, number)
-        module = (
-            spec.build() if first == number else self.layers[str(first)].get_submodule("shared")
-        )
-        return _Place(spec.forward_fn or _call, module)
+        is_new = first == number
+        module = spec.build() if is_new else self.layers[str(first)].get_submodule("shared")
+        return _Place(spec.forward_fn or operator.call, module)
 
     def layout_rules(self) -> LayoutRules:
         """Return layout rules that allow a stage boundary between any two layers.
@@ -183,10 +173,6 @@ class PipelineModule(nn.Module):
         if span is None:
             return value
         return StageOutput(value) if last == total else StageOutput(None, _carry(value, last))
-
-
-def _call(layer: nn.Module, inputs: Any) -> Any:
-    return layer(inputs)
 
 
 def _carry(value: Any, number: int) -> tuple[Tensor, ...]:

@@ -28,16 +28,9 @@ from bmforge.parallel import Layout, init_distributed
 from bmforge.train.checkpoint.rng import seed_all
 
 __all__ = [
-    "Timers",
-    "get_args",
-    "get_timers",
-    "get_tokenizer",
-    "initialize_megatron",
-    "print_rank_0",
-    "program",
-    "get_ltor_masks_and_position_ids",
-    "reduce_losses",
-]
+    "Timers", "get_args", "get_timers", "get_tokenizer", "initialize_megatron", "print_rank_0",
+    "program", "get_ltor_masks_and_position_ids", "reduce_losses",
+]  # fmt: skip
 
 # Argument groups that configure training; the others are read by the program's own functions.
 _TRAINS = ("Parallelism", "Training", "Precision", "Memory", "Saving and evaluating")

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 __all__ = ["add_model_config_args", "add_training_args", "get_args"]
 
-# option -> type, default, help
-_TRAINING: dict[str, tuple[type, Any, str]] = {
-    "--base-path": (str, None, "directory of the data"),
-    "--dataset_name": (str, None, "name of the dataset"),
-    "--load": (str, None, "directory of the checkpoint to load"),
-    "--save": (str, None, "directory for checkpoints"),
-    "--save-name": (str, None, "file name of the checkpoints"),
-    "--save-iters": (int, 1000, "iterations between saves"),
-    "--inspect-iters": (int, 1000, "iterations between inspections"),
-    "--batch-size": (int, 32, "batch size per process"),
-    "--clip-grad": (float, 1.0, "maximum gradient norm"),
-    "--train-iters": (int, 1000000, "number of iterations of a run, or of an epoch"),
-    "--max-length": (int, 512, "maximum input length in tokens"),
-    "--max-encoder-length": (int, 512, "maximum encoder input length in tokens"),
-    "--max-decoder-length": (int, 256, "maximum decoder input length in tokens"),
-    "--start-step": (int, 0, "number of the first step"),
-    "--seed": (int, 1234, "random seed"),
-    "--epochs": (int, 1, "number of epochs"),
-    "--lr": (float, 1.0e-4, "peak learning rate"),
-    "--weight-decay": (float, 1.0e-2, "weight decay"),
-    "--loss-scale": (float, 65536, "initial loss scale"),
-    "--warmup-iters": (float, 0.01, "warm-up iterations; below 1, a fraction of all iterations"),
-    "--lr-decay-iters": (int, None, "decay iterations (default: train-iters x epochs)"),
-    "--local_rank": (int, None, "passed by older launchers"),
-}
+_TRAINING = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TYPES = {"int": int, "float": float, "str": str}
 _STYLES = ("constant", "linear", "cosine", "exponential", "noam")
 
 
@@ -46,8 +24,8 @@ def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all training arguments to a parser."""
     group = parser.add_argument_group("train", "training configurations")
-    for name, (kind, default, help_text) in _TRAINING.items():
-        group.add_argument(name, type=kind, default=default, help=help_text)
+    for name, settings in _TRAINING.items():
+        group.add_argument(name, **{**settings, "type": _TYPES[settings["type"]]})
     group.add_argument(
         "--lr-decay-style", default="noam", choices=_STYLES, help="shape of the learning-rate decay"
     )

@@ -39,54 +39,54 @@ class _Generation:
                 f"repetition_window={window} is not supported, because the penalty applies to "
                 "all generated tokens. Leave it out."
             )
-        config = self.configure(**options)
-        ids, mask = self.encode(text_list)
+        config = self._configure(**options)
+        ids, mask = self._encode(text_list)
         with evaluating(self.zoo), torch.no_grad():
             decoder, start = start_decoder(self.zoo, ids, mask, config.max_new_tokens + 1)
-            start = self.begin(start)
+            start = self._begin(start)
             # The repetition penalty applies to generated tokens only.
             length = start.shape[1]
             rows = run_decoder(decoder, start, torch.full_like(start[:, 0], length), config)
-        return [self.finish(row[length:].tolist(), config) for row in rows]
+        return [self._finish(row[length:].tolist(), config) for row in rows]
 
-    def configure(self, **options: Any) -> GenerationConfig:
+    def _configure(self, **options: Any) -> GenerationConfig:
         """Build the generation config from the options."""
         return GenerationConfig(
             max_new_tokens=options.pop("max_length", 100) + 1,
             min_new_tokens=1,
-            eos_token_id=self.end_tokens(),
-            pad_token_id=self.end_tokens()[0],
+            eos_token_id=self._end_tokens(),
+            pad_token_id=self._end_tokens()[0],
             **options,
         )
 
-    def finish(self, ids: list[int], config: GenerationConfig) -> str:
+    def _finish(self, ids: list[int], config: GenerationConfig) -> str:
         """Decode the generated ids before the first EOS token."""
         ends = [at for at, token in enumerate(ids) if token in config.eos_tokens]
         answer = ids[: ends[0]] if ends else ids[: config.max_new_tokens - 1]
         return str(self.tokenizer.decode(answer))
 
-    def end_tokens(self) -> tuple[int, ...]:
+    def _end_tokens(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end generation."""
         return (self.tokenizer.eos_token_id,)
 
-    def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+    def _encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         """Encode texts as ids and attention mask, padded on the left.
 
         Shape:
             token ids and attention mask: (B, T)
         """
-        rows = [self.tokenize(text) for text in texts]
+        rows = [self._tokenize(text) for text in texts]
         width = max(map(len, rows))
         device = next(self.zoo.parameters()).device
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
         return ids, torch.tensor(mask, device=device)
 
-    def tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         """Return the token ids of one text."""
         return list(self.tokenizer.encode(text))
 
-    def begin(self, start: Tensor) -> Tensor:
+    def _begin(self, start: Tensor) -> Tensor:
         """Return the ids that the decoder starts from."""
         return start
 
@@ -97,9 +97,8 @@ class LlamaBeamSearch(_Generation):
     Options of `generate`: `beam_size`, `max_length` (tokens), `repetition_penalty`.
     """
 
-    def configure(self, beam_size: int = 3, **options: Any) -> GenerationConfig:
-        """Build the generation config from the options."""
-        return super().configure(num_beams=beam_size, **options)
+    def _configure(self, beam_size: int = 3, **options: Any) -> GenerationConfig:
+        return super()._configure(num_beams=beam_size, **options)
 
 
 class LlamaRandomSampling(_Generation):
@@ -109,31 +108,30 @@ class LlamaRandomSampling(_Generation):
     `repetition_penalty`.
     """
 
-    def configure(
+    def _configure(
         self, top_k: int = 0, top_p: float = 0.9, temperature: float = 0.9, **options: Any
     ) -> GenerationConfig:
-        """Build the generation config from the options."""
         chosen = {"top_k": top_k, "top_p": top_p, "temperature": temperature}
-        return super().configure(do_sample=True, **chosen, **options)
+        return super()._configure(do_sample=True, **chosen, **options)
 
 
 class _T5(_Generation):
     """Generates the text of the first sentinel token, which is appended if it is missing."""
 
-    def end_tokens(self) -> tuple[int, ...]:
+    def _end_tokens(self) -> tuple[int, ...]:
         """Return the next sentinel token and the EOS token."""
         return (self._blank(1), self.tokenizer.eos_token_id)
 
     def _blank(self, number: int) -> int:
         return int(self.tokenizer.convert_tokens_to_ids(f"<extra_id_{number}>"))
 
-    def tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         """Return the token ids of one text with a sentinel and an EOS token."""
         ids = [i for i in self.tokenizer.encode(text) if i != self.tokenizer.eos_token_id]
         blank = [] if self._blank(0) in ids else [self._blank(0)]
         return [*ids, *blank, self.tokenizer.eos_token_id]
 
-    def begin(self, start: Tensor) -> Tensor:
+    def _begin(self, start: Tensor) -> Tensor:
         """Return the decoder's start token and the sentinel token."""
         return torch.cat((start, torch.full_like(start[:, :1], self._blank(0))), 1)
 

@@ -15,18 +15,10 @@ from bmforge.tokenizers.cpm1 import MODEL_FILE
 from bmforge.tokenizers.cpm2 import CPM1WordTokenizer
 
 __all__ = [
-    "BaseTokenizer",
-    "BertTokenizer",
-    "CPM1Tokenizer",
-    "CPM2Tokenizer",
-    "GLMTokenizer",
-    "GPT2Tokenizer",
-    "GPTjTokenizer",
-    "LlamaTokenizer",
-    "OPTTokenizer",
-    "RobertaTokenizer",
+    "BaseTokenizer", "BertTokenizer", "CPM1Tokenizer", "CPM2Tokenizer", "GLMTokenizer",
+    "GPT2Tokenizer", "GPTjTokenizer", "LlamaTokenizer", "OPTTokenizer", "RobertaTokenizer",
     "T5Tokenizer",
-]
+]  # fmt: skip
 
 
 class BaseTokenizer:

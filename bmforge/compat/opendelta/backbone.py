@@ -22,18 +22,9 @@ from bmforge.tune.delta.opendelta_format import old_type_of
 from bmforge.tune.delta.opendelta_names import old_inner_name
 
 __all__ = [
-    "drop_hooks_",
-    "existing_targets",
-    "find_trained",
-    "is_delta",
-    "keep_trained",
-    "old_tensors",
-    "read_card",
-    "rename_loaded_",
-    "rename_saved_",
-    "take_parts_",
-    "zoo_in",
-]
+    "drop_hooks_", "existing_targets", "find_trained", "is_delta", "keep_trained", "old_tensors",
+    "read_card", "rename_loaded_", "rename_saved_", "take_parts_", "zoo_in",
+]  # fmt: skip
 
 
 def take_parts_(backbone: nn.Module) -> None:

@@ -14,17 +14,9 @@ from bmforge.files import replace_file
 from bmforge.logging import get_logger
 
 __all__ = [
-    "CONFIGS",
-    "AdapterConfig",
-    "BaseDeltaConfig",
-    "BitFitConfig",
-    "CompacterConfig",
-    "LoraConfig",
-    "LowRankAdapterConfig",
-    "ParallelAdapterConfig",
-    "PrefixConfig",
-    "SoftPromptConfig",
-]
+    "CONFIGS", "AdapterConfig", "BaseDeltaConfig", "BitFitConfig", "CompacterConfig", "LoraConfig",
+    "LowRankAdapterConfig", "ParallelAdapterConfig", "PrefixConfig", "SoftPromptConfig",
+]  # fmt: skip
 
 CONFIG_NAME = "config.json"
 # Fields that all types have: target modules, trained modules, and provenance.

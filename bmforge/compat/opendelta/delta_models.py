@@ -20,18 +20,9 @@ from bmforge.tune.delta.files import type_of_delta
 from bmforge.tune.delta.opendelta_format import old_type_of
 
 __all__ = [
-    "MODELS",
-    "AdapterModel",
-    "BitFitModel",
-    "CompacterModel",
-    "LoraModel",
-    "LowRankAdapterModel",
-    "ParallelAdapterModel",
-    "PrefixModel",
-    "SoftPromptModel",
-    "AutoDeltaConfig",
-    "AutoDeltaModel",
-]
+    "MODELS", "AdapterModel", "BitFitModel", "CompacterModel", "LoraModel", "LowRankAdapterModel",
+    "ParallelAdapterModel", "PrefixModel", "SoftPromptModel", "AutoDeltaConfig", "AutoDeltaModel",
+]  # fmt: skip
 
 
 def _define(name: str, delta_type: str, what: str) -> type[DeltaBase]:

@@ -18,11 +18,8 @@ from bmforge.logging import get_logger
 from bmforge.tune.delta.tree import draw_tree, fold_tree
 
 __all__ = [
-    "ask_targets",
-    "inspect_module_statistics",
-    "inspect_optimizer_statistics",
-    "Visualization",
-]
+    "ask_targets", "inspect_module_statistics", "inspect_optimizer_statistics", "Visualization",
+]  # fmt: skip
 
 
 def ask_targets(backbone: nn.Module) -> list[str]:
@@ -39,9 +36,9 @@ def ask_targets(backbone: nn.Module) -> list[str]:
     targets = [target for target in map(str.strip, answer.split(",")) if target]
     if not targets:
         raise ConfigError(
-            "interactive_modify=True got no targets from the terminal. Type them, or pass "
-            "modified_modules; `bmforge tree MODEL --html page.html` writes a page on which you "
-            "select them by click."
+            "interactive_modify=True needs module names, but none were entered in the terminal. "
+            "Enter module names, or pass modified_modules; `bmforge tree MODEL --html page.html` "
+            "writes a page on which you can select them by clicking."
         )
     return targets
 

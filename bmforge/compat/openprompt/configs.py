@@ -58,10 +58,12 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{str(file)!r} cannot be read as a config ({error}).") from error
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as an OpenPrompt config ({error})."
+        ) from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(
-            f"{str(file)!r} is not a config of OpenPrompt (needed: the sections plm, dataset and "
+            f"{str(file)!r} is not a valid OpenPrompt config (required sections: plm, dataset and "
             "template)."
         )
     return values
@@ -93,14 +95,14 @@ class _Reader:
     """
 
     def __init__(self, settings: dict[str, Any], out: Migrated, files_dir: Path) -> None:
-        self.given, self.out, self.files_dir = settings, out, files_dir
+        self.settings, self.out, self.files_dir = settings, out, files_dir
         self.put = out.put
         chosen = (settings.get(name) for name in ("template", "verbalizer", "calibrate"))
         self.chosen = {str(name) for name in chosen}
 
     def take(self, key: str, usual: Any = None) -> Any:
         """Remove a key; return its value, or `usual` if it is missing or None."""
-        value = self.given.pop(key, None)
+        value = self.settings.pop(key, None)
         return usual if value is None else value
 
     def miss(self, key: str, why: str) -> None:
@@ -213,13 +215,8 @@ class _Reader:
             return
         kind, block = str(name).removesuffix("_verbalizer"), str(name)
         if kind not in _KEYS["verbalizers"]:
-            self.miss(
-                "verbalizer",
-                (
-                    f"{name!r}: a run does not train a verbalizer, but uses its label words "
-                    "unchanged; the class is in bmforge.tune.prompt"
-                ),
-            )
+            why = "uses its label words unchanged; the class is in bmforge.tune.prompt"
+            self.miss("verbalizer", f"{name!r}: a run does not train a verbalizer, but {why}")
         if (words := self.take(f"{block}.label_words")) is not None:
             if not _are_texts(words):
                 raise ConfigError(
@@ -326,7 +323,7 @@ class _Reader:
 
     def place_rest(self) -> None:
         """Record the remaining keys, each with the reason why it has no equivalent."""
-        for key, value in self.given.items():
+        for key, value in self.settings.items():
             if value is None:
                 continue
             why = _find_reason(key, _KEYS["needless"])

@@ -21,12 +21,9 @@ from bmforge.tune.prompt.search_template import search_templates
 from bmforge.tune.prompt.search_words import search_label_words
 
 __all__ = [
-    "LMBFFTemplateGenerationTemplate",
-    "RobertaVerbalizerGenerator",
-    "T5TemplateGenerator",
-    "TemplateGenerator",
-    "VerbalizerGenerator",
-]
+    "LMBFFTemplateGenerationTemplate", "RobertaVerbalizerGenerator", "T5TemplateGenerator",
+    "TemplateGenerator", "VerbalizerGenerator",
+]  # fmt: skip
 
 _MASK = re.compile(r'\{\s*"mask"\s*(:[^{}]*)?\}')
 _LABEL_WORD = re.compile(r'\{\s*"meta"\s*:\s*"labelword"\s*\}')
@@ -55,7 +52,18 @@ class LMBFFTemplateGenerationTemplate(ManualTemplate):
         return example
 
 
-class TemplateGenerator:
+class _Generator:
+    """Base class of the searches, with the model that scores the candidates."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def release_memory(self) -> None:
+        """Move the model to the CPU."""
+        self.model.cpu()
+
+
+class TemplateGenerator(_Generator):
     """Searches for the most probable texts at two masks, over all registered examples.
 
     Args:
@@ -83,7 +91,8 @@ class TemplateGenerator:
     ) -> None:
         if target_number != 2:
             raise ConfigError(f"target_number={target_number} is not supported (supported: 2).")
-        self.model, self.tokenizer, self.verbalizer = model, tokenizer, verbalizer
+        super().__init__(model, tokenizer)
+        self.verbalizer = verbalizer
         self.max_length, self.beam_width = max_length, beam_width
         self._examples: list[Any] = []
 
@@ -113,16 +122,11 @@ class TemplateGenerator:
         filled = _MASK.sub(lambda _: next(texts), original, count=2)
         return _LABEL_WORD.sub('{"mask"}', filled)
 
-    def release_memory(self) -> None:
-        """Move the model to the CPU."""
-        self.model.cpu()
+
+T5TemplateGenerator = TemplateGenerator  # OpenPrompt's subclass for T5, the only kind of model
 
 
-class T5TemplateGenerator(TemplateGenerator):
-    """`TemplateGenerator` for T5."""
-
-
-class VerbalizerGenerator:
+class VerbalizerGenerator(_Generator):
     """Searches for sets of one label word per class with the best zero-shot accuracy.
 
     Args:
@@ -139,7 +143,7 @@ class VerbalizerGenerator:
         candidate_num: int = 100,
         label_word_num_per_class: int = 100,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        super().__init__(model, tokenizer)
         self.candidate_num = candidate_num
         self.label_word_num_per_class = label_word_num_per_class
         self._logits: list[Tensor] = []
@@ -175,10 +179,6 @@ class VerbalizerGenerator:
     def _words(self, ids: Sequence[int]) -> list[str]:
         tokenizer = as_ours(self.tokenizer)
         return [tokenizer.decode([id]).strip() for id in ids]
-
-    def release_memory(self) -> None:
-        """Move the model to the CPU."""
-        self.model.cpu()
 
 
 class RobertaVerbalizerGenerator(VerbalizerGenerator):

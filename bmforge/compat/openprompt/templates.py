@@ -22,14 +22,9 @@ from bmforge.tune.prompt.prompt_formats import find_asking
 from bmforge.tune.prompt.soft import drop_rows_, token_table
 
 __all__ = [
-    "ManualTemplate",
-    "MixedTemplate",
-    "PTRTemplate",
-    "PrefixTuningTemplate",
-    "PtuningTemplate",
-    "SoftTemplate",
-    "Wrapped",
-]
+    "ManualTemplate", "MixedTemplate", "PTRTemplate", "PrefixTuningTemplate", "PtuningTemplate",
+    "SoftTemplate", "Wrapped",
+]  # fmt: skip
 
 
 class Wrapped(list[Any]):
@@ -171,11 +166,11 @@ class MixedTemplate(ManualTemplate):
         super().__init__(tokenizer)
         # Not registered as a submodule, so that `parameters` has only those of the template.
         self.__dict__["_model"] = model
-        self._options = self.soft_options(options)
+        self._options = self._soft_options(options)
         if text is not None:
             self.text = text
 
-    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Convert OpenPrompt's template options to bmforge's."""
         return {}
 
@@ -187,16 +182,14 @@ class SoftTemplate(MixedTemplate):
     words given in soft pieces of the template text.
     """
 
-    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Convert OpenPrompt's option for the number of soft tokens, `num_tokens`."""
+    def _soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"front": options.get("num_tokens", 20)}
 
 
 class PtuningTemplate(MixedTemplate):
     """Template with soft tokens computed by an LSTM or an MLP (`prompt_encoder_type`)."""
 
-    def soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Convert OpenPrompt's option for the encoder of the soft tokens, `prompt_encoder_type`."""
+    def _soft_options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"encoder": options.get("prompt_encoder_type", "lstm")}
 
 

@@ -208,7 +208,7 @@ class ClassificationRunner(BaseRunner):
     Args:
         loss_function: function of logits and labels (default: cross-entropy).
         id2label: dict from class index to name, for the loose metrics.
-        given, options: as in `BaseRunner`.
+        args, options: as in `BaseRunner`.
     """
 
     def __init__(

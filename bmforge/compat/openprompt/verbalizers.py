@@ -17,15 +17,9 @@ from bmforge.tune import prompt as ours
 from bmforge.tune.prompt.files import read_verbalizer
 
 __all__ = [
-    "AutomaticVerbalizer",
-    "GenerationVerbalizer",
-    "KnowledgeableVerbalizer",
-    "ManualVerbalizer",
-    "One2oneVerbalizer",
-    "PTRVerbalizer",
-    "ProtoVerbalizer",
-    "SoftVerbalizer",
-]
+    "AutomaticVerbalizer", "GenerationVerbalizer", "KnowledgeableVerbalizer", "ManualVerbalizer",
+    "One2oneVerbalizer", "PTRVerbalizer", "ProtoVerbalizer", "SoftVerbalizer",
+]  # fmt: skip
 
 
 class ManualVerbalizer(nn.Module):
@@ -92,7 +86,7 @@ class ManualVerbalizer(nn.Module):
         if not self.prefix:
             rows = [[w if w.startswith("<!>") else f"<!>{w}" for w in row] for row in rows]
         self.num_classes = len(rows)
-        self.core = self.make(rows)
+        self.core = self._make(rows)
 
     @property
     def label_words_ids(self) -> Tensor:
@@ -110,8 +104,8 @@ class ManualVerbalizer(nn.Module):
         """1 for label words, 0 for padding: (C, W)."""
         return self.words_ids_mask.amax(-1)
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
+        """Build the bmforge verbalizer for label words; subclasses override this method."""
         return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
 
     def from_file(self, path: str, choice: int = 0) -> Self:
@@ -147,8 +141,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
     The options `max_token_split`, `candidate_frac` and `pred_temp` are those of OpenPrompt.
     """
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         options = self.options
         return ours.KnowledgeableVerbalizer(
             rows, as_ours(self.tokenizer), options.get("max_token_split", -1),
@@ -160,8 +153,7 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 class One2oneVerbalizer(ManualVerbalizer):
     """Verbalizer with one word per class."""
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         options: Any = {"join": self.join, "normalize": self.normalize}
         return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
 
@@ -180,11 +172,18 @@ class _GivenWords(ManualVerbalizer):
         self._rows = [[row] if isinstance(row, str) else list(row) for row in words]
 
 
+class _OfModel(ManualVerbalizer):
+    """Base class of verbalizers whose second argument is the model, named `model` or `plm`."""
+
+    def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
+        self._plm = [model if model is not None else options.pop("plm", None)]
+        super().__init__(tokenizer, *arguments, **options)
+
+
 class PTRVerbalizer(_GivenWords):
     """Verbalizer with one word per class at each of several masks."""
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
 
 
@@ -229,20 +228,15 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen = []
 
 
-class SoftVerbalizer(ManualVerbalizer):
-    """Verbalizer that scores classes with the model's head; its last layer has a row per class.
+class SoftVerbalizer(_OfModel):
+    """Verbalizer that scores classes with the model's head; its last layer has a row per class."""
 
-    The second argument is the model, named `model` or `plm`.
-    """
-
-    def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
-        self._plm = [model if model is not None else options.pop("plm", None)]
+    def __init__(self, tokenizer: Any = None, *arguments: Any, **options: Any) -> None:
         super().__init__(tokenizer, *arguments, **options)
         if self.core is None and self.num_classes:
             self.core = ours.SoftVerbalizer(self.num_classes, as_ours(tokenizer), self._plm[0])
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         return ours.SoftVerbalizer(rows, as_ours(self.tokenizer), self._plm[0])
 
     @property
@@ -256,18 +250,10 @@ class SoftVerbalizer(ManualVerbalizer):
         return [self._need().rows]
 
 
-class ProtoVerbalizer(_GivenWords):
-    """Verbalizer with label words and trained class prototypes.
+class ProtoVerbalizer(_OfModel, _GivenWords):
+    """Verbalizer with label words and trained class prototypes."""
 
-    The second argument is the model, named `model` or `plm`.
-    """
-
-    def __init__(self, tokenizer: Any = None, model: Any = None, *arguments: Any, **options: Any):
-        self._plm = [model if model is not None else options.pop("plm", None)]
-        super().__init__(tokenizer, *arguments, **options)
-
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for label words."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         words = None
         if self.options.get("multi_verb", "multi") == "multi":
             words = ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join)  # type: ignore[arg-type]
@@ -288,8 +274,7 @@ class ProtoVerbalizer(_GivenWords):
 class GenerationVerbalizer(ManualVerbalizer):
     """Verbalizer whose classes are texts to generate: label words or, with `is_rule`, templates."""
 
-    def make(self, rows: list[list[str]]) -> nn.Module:
-        """Build the bmforge verbalizer for class texts."""
+    def _make(self, rows: list[list[str]]) -> nn.Module:
         rule = bool(self.options.get("is_rule", False))
         return ours.GenerationVerbalizer(rows, as_ours(self.tokenizer), rule=rule)
 

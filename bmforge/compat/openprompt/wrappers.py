@@ -14,15 +14,9 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers.base import Tokenizer
 
 __all__ = [
-    "TheirTokenizer",
-    "as_ours",
-    "CPM2TokenizerWrapper",
-    "LMTokenizerWrapper",
-    "MLMTokenizerWrapper",
-    "T5LMTokenizerWrapper",
-    "T5TokenizerWrapper",
-    "TokenizerWrapper",
-]
+    "TheirTokenizer", "as_ours", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
+    "MLMTokenizerWrapper", "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper",
+]  # fmt: skip
 
 _ROLES = ("pad", "unk", "cls", "sep", "mask", "bos", "eos")
 
@@ -31,7 +25,7 @@ class TheirTokenizer(Tokenizer):
     """Transformers tokenizer with bmforge's interface.
 
     Args:
-        theirs: the transformers tokenizer.
+        tokenizer: the transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -141,29 +135,18 @@ class TokenizerWrapper:
         return InputFeatures(**columns, loss_ids=loss)
 
 
-class MLMTokenizerWrapper(TokenizerWrapper):
-    """Wrapper for masked language models."""
-
-    asking = "masked"
-
-
-class LMTokenizerWrapper(TokenizerWrapper):
-    """Wrapper for causal language models."""
-
-    asking = "causal"
+def _define(name: str, asking: str, models: str) -> type[TokenizerWrapper]:
+    """Create the wrapper class of a prompting mode."""
+    attributes = {"__doc__": f"Wrapper for {models}.", "__module__": __name__, "asking": asking}
+    return type(name, (TokenizerWrapper,), attributes)
 
 
-class T5TokenizerWrapper(TokenizerWrapper):
-    """Wrapper for encoder-decoders that fill in sentinel tokens."""
-
-    asking = "spans"
-
-
-class T5LMTokenizerWrapper(TokenizerWrapper):
-    """Wrapper for encoder-decoders whose decoder continues the text."""
-
-    asking = "prefix spans"
-
-
-class CPM2TokenizerWrapper(T5TokenizerWrapper):
-    """Wrapper for CPM-2."""
+MLMTokenizerWrapper = _define("MLMTokenizerWrapper", "masked", "masked language models")
+LMTokenizerWrapper = _define("LMTokenizerWrapper", "causal", "causal language models")
+T5TokenizerWrapper = _define(
+    "T5TokenizerWrapper", "spans", "encoder-decoders that fill in sentinel tokens"
+)
+T5LMTokenizerWrapper = _define(
+    "T5LMTokenizerWrapper", "prefix spans", "encoder-decoders whose decoder continues the text"
+)
+CPM2TokenizerWrapper = _define("CPM2TokenizerWrapper", "spans", "CPM-2")

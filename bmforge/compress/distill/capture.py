@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn import Attention, HeadInput, LMHead, linear_cross_entropy
-from bmforge.nn.part import BesidePart, TensorNote, attach_part_, detach_part_, find_like
+from bmforge.nn.part import AdapterModule, TensorNote, attach_part_, detach_part_, find_like
 from bmforge.nn.shard_hooks import VocabCut
 
 __all__ = [
@@ -63,7 +63,7 @@ class Prediction(NamedTuple):
     vocab: VocabCut | None
 
 
-class TeacherView(BesidePart):
+class TeacherView(AdapterModule):
     """Trained projection of a block's output to the teacher's width; removed after training.
 
     Args:

@@ -142,7 +142,9 @@ class DistillConfig:
                 "distill.teacher and distill.answers are both set. Set only one of them."
             )
         if self.teacher_quantize is not None and self.teacher is None:
-            raise ConfigError("distill.teacher_quantize has no effect without distill.teacher.")
+            raise ConfigError(
+                "distill.teacher_quantize has no effect without distill.teacher. Leave it out."
+            )
 
     @property
     def looks_inside(self) -> bool:

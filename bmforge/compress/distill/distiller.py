@@ -42,7 +42,7 @@ from bmforge.compress.distill.tokens import spread_items
 from bmforge.device import wide_dtype
 from bmforge.nn import HeadInput, LMHead, linear_distillation
 from bmforge.nn.part import tensor_notes
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.top_k_distillation import linear_answers
 from bmforge.surgery import freeze_
@@ -131,7 +131,7 @@ class Distiller:
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
-                    draw_tensor_(tensor, f"{name}.{key}", note, 0.0, seed)
+                    init_from_note_(tensor, f"{name}.{key}", note, 0.0, seed)
 
     def _turning(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self.student.named_modules():
@@ -296,7 +296,7 @@ class Distiller:
 
 
 def _find_head(model: nn.Module) -> LMHead | None:
-    """Return the LM head of a bmforge language model, or None."""
+    """Return the LM head of a bmforge language model; None for other models."""
     return next((module for module in model.modules() if isinstance(module, LMHead)), None)
 
 

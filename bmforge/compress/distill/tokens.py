@@ -65,7 +65,7 @@ def _real_tokens(recorder: Recorder, rows: int, length: int, device: Any) -> Ten
 
 
 def _predicts_in_place(model: nn.Module) -> bool:
-    """Return True if the tokens of the last stack predict tokens, as in decoders."""
+    """Return True if every position of the last stack predicts a token, as in decoders."""
     traits = getattr(model, "traits", None)
     if traits is None:
         return shifts_labels(model)

@@ -27,7 +27,7 @@ from bmforge.logging import get_logger, track
 from bmforge.models.changes import Change
 from bmforge.models.sizes import Sizes, sizes_of
 from bmforge.nn import MLP, Block, MoE, MoESpec
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.surgery import match_names
 
 __all__ = ["LayerReport", "MoEfyReport", "moefy"]
@@ -182,7 +182,7 @@ def _check_layer(model: Any, name: str, config: MoEfyConfig) -> None:
         )
     parts = [part for _, part in block.mlp.named_modules()]  # type: ignore[union-attr]
     strange = [type(p).__name__ for p in parts[1:] if not isinstance(p, nn.Linear)]
-    strange += [n for part in parts for n, _ in beside_parts(part)]
+    strange += [n for part in parts for n, _ in adapters_of(part)]
     if type(block.mlp) is not MLP or strange:
         raise ConfigError(
             f"the MLP of {name} already has changes "

@@ -94,9 +94,9 @@ def check_plan(
 ) -> tuple[PruningPlan, Settled, str]:
     """Validate a pruning plan.
 
-    Return the final plan, the smaller model on the meta device, and a reason.
+    Return the final plan, the smaller model on the meta device, and why only bmforge can load it.
 
-    The reason states why only bmforge can load the result; it is "" if other libraries can.
+    The reason is "" if other libraries can load the result.
 
     Args:
         model: bmforge model of any family, not parallelized yet.
@@ -311,7 +311,7 @@ def _last_norms(model: Any) -> Sequence[str]:
 
 
 def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
-    """Load tensors into the empty model; tied parameters stay tied."""
+    """Load tensors into the model on the meta device; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     described = persistent_tensors(settled.model)
     for name, tensor in described.items():

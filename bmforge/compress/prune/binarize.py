@@ -1,4 +1,4 @@
-"""Selects heads, features and blocks to keep from the open probabilities of their gates."""
+"""Selects heads, features and blocks to keep from the probabilities that their gates are open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Chosen = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
-    """Return the fraction of gates to keep open, by (block, kind); {} without exact sizes.
+    """Return the fraction of gates to keep open, by (block, kind); {} for a cost target.
 
     Raises:
         ConfigError: a size is set for a dimension without gates, or is not a multiple of the size
@@ -152,7 +152,7 @@ def _groups(model: Any, key: tuple[str, str]) -> int:
 
 
 def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
-    """Return the indices of the units with the highest open probabilities in each group."""
+    """Return the indices of the units in each group that are most probably open."""
     parts, size = value.view(groups, -1), value.numel() // groups
     return tuple(
         number * size + unit
@@ -164,7 +164,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return (mean open probability, key, indices) of each set of units that is pruned at once."""
+    """Return (mean probability, key, indices) of each set of units that is pruned at once."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
@@ -226,7 +226,7 @@ def _fewest(kind: str, config: StructureConfig) -> int:
 def _attentions_left(
     left: Mapping[tuple[str, str], set[int]], key: tuple[str, str], costs: Costs
 ) -> int:
-    """Return the number of other attention sublayers that are left in the same stack."""
+    """Return the number of other attention sublayers that remain in the same stack."""
     stack = key[0].rpartition(".")[0]
     return sum(
         "attn" in halves
@@ -255,7 +255,7 @@ def _best(value: Tensor, count: int) -> tuple[int, ...]:
 def _order_shared(
     model: Any, likely: dict[tuple[str, str], Tensor]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return open probabilities with a common ranking of heads that share a position bias.
+    """Return probabilities in which layers that share a position bias rank heads alike.
 
     The bias has one column per head. Each layer keeps its number of heads, in the order of the
     common ranking.

@@ -25,7 +25,7 @@ __all__ = ["prune_by_texts_", "prune_sparsegpt"]
 
 
 def prune_by_texts_(model: nn.Module, config: PruneConfig, batches: Sequence[Any]) -> None:
-    """Prune a model by Wanda or SparseGPT, block by block.
+    """Prune a model with Wanda or SparseGPT, block by block.
 
     A block is calibrated on the outputs of the pruned blocks before it.
 
@@ -81,7 +81,11 @@ class _Prune:
     mask: Tensor | None = None
 
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """Implement `columns.Settler`: prune the weights with the smallest (weight / root)^2."""
+        """Return a column with its pruned weights set to 0; see `columns.Settler`.
+
+        The weights with the smallest (weight / root)^2 are pruned, with the column's root in
+        `roots`.
+        """
         if self.config.pattern == "2:4":
             if offset % 4 == 0:
                 four = slice(offset, offset + 4)

@@ -82,7 +82,7 @@ def _skipped(blocks: Mapping[str, Block], plan: PruningPlan) -> Iterator[None]:
 
 
 def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:
-    """Return the input hidden states, as a block or sublayer that will be removed."""
+    """Return the hidden states before a block or sublayer, as if it were removed already."""
     return before
 
 

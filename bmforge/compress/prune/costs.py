@@ -87,12 +87,12 @@ class Costs:
         return float(self.expect({}))
 
     def expect(self, open_units: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        """Return the expected cost for given open probabilities of gates.
+        """Return the expected cost, given the probability that each unit is open.
 
         Args:
-            open_units: dict from (block, kind) to the open probability of each unit, 0 to 1. Kinds
-                are "heads", "dims", "features", "attn", "mlp", "block", and ("", "hidden") for
-                hidden features. Missing kinds are fully open.
+            open_units: dict from (block, kind) to the probability that each unit is open, 0 to 1.
+                Kinds are "heads", "dims", "features", "attn", "mlp", "block", and ("", "hidden")
+                for hidden features. Missing kinds are fully open.
         """
         some = next(iter(open_units.values()), torch.zeros(()))
         sums: dict[str, dict[str, Any]] = {}
@@ -120,7 +120,7 @@ class Costs:
 
 
 def _left(halves: Mapping[str, Half], open_now: Mapping[str, Any]) -> Any:
-    """Return the remaining cost of a block's attention and MLP."""
+    """Return the cost of a block's attention and MLP with only the open units."""
     total: Any = 0.0
     for kind, units in (("attn", "heads"), ("mlp", "features")):
         half = halves.get(kind)

@@ -23,7 +23,7 @@ from bmforge.nn import Block
 from bmforge.nn.gates import HardConcrete, HeadDims, HiddenWidth
 from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 
 __all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
 
@@ -55,7 +55,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
         ConfigError: no layer has units of a requested kind, or the model already has gates.
     """
     if find_gates(model):
-        raise ConfigError(f"{type(model).__name__} already has gates. Remove them first.")
+        raise ConfigError(f"{type(model).__name__} already has gates. Call detach_gates_ first.")
     gates: Gates = {}
     blocks, turned = blocks_of(model), getattr(model.spec, "rope", None)
     for name, block in blocks.items():
@@ -78,7 +78,7 @@ def attach_gates_(model: Any, kinds: Sequence[str], seed: int = 0) -> Gates:
             owner.add_module(_NAMES[kind].rpartition(".")[2], gate)
         if not gate.delta.is_meta:
             note = gate.tensor_notes()["delta"]
-            draw_tensor_(gate.delta, f"{name}.{_NAMES[kind]}.delta", note, 0.0, seed)
+            init_from_note_(gate.delta, f"{name}.{_NAMES[kind]}.delta", note, 0.0, seed)
     for name, kind in sorted(gates):  # "heads" after "dims": the last input hook runs first
         _apply_(gates[name, kind], kind, blocks[name])
     return gates | hidden
@@ -90,7 +90,7 @@ def _put_hidden(model: Any, seed: int) -> HiddenWidth:
     gate = HiddenWidth("hidden", model.config.hidden_size).to(device=like.device, dtype=like.dtype)
     attach_hidden_gate_(model, gate.train(model.training))
     if not gate.delta.is_meta:
-        draw_tensor_(gate.delta, f"{CHILD}.delta", gate.tensor_notes()["delta"], 0.0, seed)
+        init_from_note_(gate.delta, f"{CHILD}.delta", gate.tensor_notes()["delta"], 0.0, seed)
     return gate
 
 
@@ -129,7 +129,7 @@ def _apply_(gate: Any, kind: str, block: Block) -> None:
             scale_input_(owner.down_proj, gate)
         for name in ("q_proj", "q_global_proj") if kind == "dims" else ():
             if hasattr(owner, name):
-                scale_output_(getattr(owner, name), partial(gate, asks=True))
+                scale_output_(getattr(owner, name), partial(gate, for_queries=True))
 
 
 def detach_gates_(model: nn.Module) -> None:
@@ -147,7 +147,9 @@ def find_gates(model: nn.Module) -> list[HardConcrete]:
 
 
 def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
-    """Return the open probabilities of each gate's units, differentiable and equal on all layouts.
+    """Return the probability that each unit of a gate is open, by (block, kind of gate).
+
+    The probabilities are differentiable, and do not depend on the parallel layout.
 
     Comm: for sharded parameters, an all-gather per gate, and a reduce-scatter in the backward pass.
     """

@@ -88,9 +88,7 @@ def choose_masks(
 def _choose_globally(
     scored: Mapping[str, Scored], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield masks by a global score threshold; ties are broken so that exactly `share` is
-    pruned.
-    """
+    """Yield masks by a global score threshold; ties are broken to prune exactly `share`."""
     counts = _Counts(scored, names)
     high = counts.histogram(lambda keys: keys >> _HALF_BITS)
     zeros = round(share * int(high[-1]))

@@ -1,6 +1,4 @@
-"""Builds a pruned model's config, from the family's fields if possible, else by "resize"
-changes.
-"""
+"""Builds the config of a pruned model, from the family's fields or with "resize" changes."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _FEED = ("intermediate_size", "num_experts", "experts_per_token")
 
 @dataclass(frozen=True)
 class Settled:
-    """Config and empty model of a pruned model.
+    """Config of a pruned model, and the model on the meta device.
 
     Args:
         config: config of the smaller model, including changes.
@@ -39,7 +37,7 @@ class Settled:
 
 
 def settle_config(model: Any, plan: PruningPlan) -> Settled:
-    """Return the config and the empty model that result from a plan.
+    """Return the config of the model that a plan produces, and the model on the meta device.
 
     Raises:
         ConfigError: the family cannot express the remaining sizes.
@@ -77,7 +75,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
     if best is None:
         raise ConfigError(
             f"the config of a {type(model).__name__} has no field for these sizes, because its "
-            "rotary positions depend on head_dim."
+            "rotary positions depend on head_dim. Keep head_dim."
         )
     for name, source in sources.items():
         _check_block(best.model.get_submodule(name), blocks[source], sizes[name], name)
@@ -177,7 +175,7 @@ def _with_fields(config: Any, values: Mapping[str, Any], says_own: bool) -> Any:
     own = {
         name: values.get(name, getattr(config, name))
         for name in ("head_dim", "intermediate_size")
-        if name not in config.hf_names and (says_own or config.says(name))
+        if name not in config.hf_names and (says_own or config.states_size(name))
     }
     return config.replace(**values, raw={**config.raw, **own})
 
@@ -236,7 +234,9 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
         if getattr(want, name) != getattr(have, name)
     }
     if (have.resized(Sizes(**options)) if options else have) != want:
-        raise ConfigError(f"a layer of the sizes {have} cannot be resized to {want}.")
+        raise ConfigError(
+            f"a layer of the sizes {have} cannot be resized to {want}. Use other sizes."
+        )
     return options
 
 

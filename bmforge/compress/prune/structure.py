@@ -97,7 +97,7 @@ class StructureMethod(MethodBase):
         self._draw_(0)
 
     def optim_groups(self) -> dict[str, dict[str, float]]:
-        """Return a dict from glob of the gates' names to optimizer settings."""
+        """Return a dict from a glob of gate names to optimizer settings."""
         settings = {"lr": self.config.gate_lr, "weight_decay": 0.0}
         return {"**.delta": settings} if self.gates else {}
 

@@ -82,7 +82,7 @@ class Zeros(MethodBase):
         self._is_late = False
 
     def attach_(self, model: nn.Module) -> None:
-        """Make the selected modules keep zeros; prune immediately if there is no schedule.
+        """Make the selected modules keep their zeros; prune immediately if there is no schedule.
 
         Raises:
             ConfigError: a glob matches nothing, weights are quantized, or a matrix's sizes do not

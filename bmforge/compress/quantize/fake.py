@@ -229,7 +229,7 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
 
 def _check_kind(matrix: Matrix, config: QuantizeConfig) -> None:
     is_plain = not isinstance(matrix.module, (Experts, nn.Embedding)) and not hasattr(
-        matrix.module, "asks_parts"
+        matrix.module, "applies_adapters"
     )
     if config.training.startswith("int8") and not is_plain:
         raise ConfigError(

@@ -93,7 +93,7 @@ def quantize_gptq_(
     specs: Mapping[str, QuantSpec],
     batches: Sequence[Any],
 ) -> None:
-    """Quantize a model by GPTQ; each block is calibrated on the quantized blocks before it.
+    """Quantize a model with GPTQ; each block is calibrated on the quantized blocks before it.
 
     Args:
         model: model in memory.
@@ -239,7 +239,7 @@ def round_gptq(
     name: str = "the matrix",
     in_place: bool = False,
 ) -> Integers:
-    """Quantize a matrix by GPTQ, minimizing the squared error of its product with the inputs.
+    """Quantize a matrix with GPTQ, minimizing the squared error of its product with the inputs.
 
     Args:
         matrix: weights, (rows, columns).

@@ -37,7 +37,7 @@ def quantize_scaled_(
     specs: Mapping[str, QuantSpec],
     batches: Sequence[Any],
 ) -> None:
-    """Quantize a model in place, block by block, by SmoothQuant or AWQ.
+    """Quantize a model in place, block by block, with SmoothQuant or AWQ.
 
     Each block is calibrated on the outputs of the quantized blocks before it. Layers are rounded
     without scaling if no norm or linear layer before them can absorb the inverse scale.

@@ -1,8 +1,8 @@
 """Recognizes IP addresses in text, and distinguishes them from version and section numbers.
 
 Four numbers with dots are an address unless the text around them indicates a version or a section:
-a word such as "version" or "section" before them, the end of a file name after them, or a heading
-"3.2.1" for the section 3.2.1.4.
+a word such as "version" or "section" before them, the end of a file name after them, or headings of
+the parent section or of the sibling sections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _QUAD = r"\d{1,3}(?:\.\d{1,3}){3}"
 ADDRESS = re.compile(
     rf"(?<![\w.])(?<![0-9A-Fa-f:]:)(?:::ffff:{_QUAD}|(?:{_GROUP}:){{7}}{_GROUP}"
     rf"|(?:{_GROUP}:){{1,7}}(?::{_GROUP}){{1,7}}|(?:{_GROUP}:){{1,7}}:(?!\w))(?![\w:]|\.\d)"
-    # Letters may be glued to the number, but "v1.2.3.4" is a version.
+    # "IP" or three letters may directly precede the number, but "v1.2.3.4" is a version.
     rf"|(?:(?<![A-Za-z0-9])|(?<=[Ii][Pp])|(?<=[A-Za-z]{{3}}))(?<!\d\.){_QUAD}(?!\d|\.\d)",
     re.ASCII,
 )
@@ -53,6 +53,9 @@ _PORT_AFTER = re.compile(r":\d{1,5}(?!\d)")
 _HEADING = re.compile(
     r"^[#*\s]{0,6}[§第]?\s?(\d{1,3}\.\d{1,3}\.\d{1,3})(?:\.?[ \t]|[节章条]|$)", re.MULTILINE
 )
+_TITLED_HEADING = re.compile(
+    r"^[#*\s]{0,6}§?\s?(\d{1,2}\.\d{1,2}(?:\.\d{1,2}\.\d{1,2})?)\.?[ \t]+([^\W\d_])", re.MULTILINE
+)
 
 
 def is_public_address(text: str) -> bool:
@@ -67,7 +70,7 @@ def is_public_address(text: str) -> bool:
 
 
 class AddressContext:
-    """Decides for the candidates in one text, in order, whether they are addresses."""
+    """Decides whether numbers in one text, passed in order, are addresses, by their context."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -80,7 +83,8 @@ class AddressContext:
         if self._is_version(start, end):
             self._version_end = end
             return False
-        return self._text[start:end].rpartition(".")[0] not in self._sections
+        number = self._text[start:end]
+        return number.rpartition(".")[0] not in self._sections and not self._is_titled(number)
 
     def _is_version(self, start: int, end: int) -> bool:
         after = self._text[end : end + _LOOK_AHEAD]
@@ -93,7 +97,28 @@ class AddressContext:
             return True
         return bool(_PRODUCT_BEFORE.search(before)) and not _HOST_BEFORE.search(before)
 
+    def _is_titled(self, number: str) -> bool:
+        """Return True if the number has a title, and so has its section or all numbers before it.
+
+        Lists of addresses rarely have titles, begin at 1 and leave out no number. So "3.2.1.2 Data"
+        is a section if there is a heading "3.2" or "3.2.1.1".
+        """
+        titled = self._titled
+        if number not in titled:
+            return False
+        parent, _, last = number.rpartition(".")
+        siblings = range(1, max(int(last), 2) + 1)
+        return number.rsplit(".", 2)[0] in titled or all(
+            f"{parent}.{n}" in titled for n in siblings
+        )
+
+    @cached_property
+    def _titled(self) -> frozenset[str]:
+        """Numbers of two and four parts at the beginning of lines that a capital letter follows."""
+        headings = _TITLED_HEADING.findall(self._text)
+        return frozenset(number for number, first in headings if not first.islower())
+
     @cached_property
     def _sections(self) -> frozenset[str]:
-        """Three-part numbers at the beginning of lines, which may be the section of "3.2.1.4"."""
+        """Three-part section numbers at line starts: "3.2.1" makes "3.2.1.4" a section number."""
         return frozenset(_HEADING.findall(self._text))

@@ -12,7 +12,7 @@ from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
 from bmforge.licenses import POLICIES, check_license, license_name, obeys
 
-__all__ = ["ANY_LICENSE", "KeepLicenses", "SayLicense", "check_places", "read_licenses"]
+__all__ = ["ANY_LICENSE", "KeepLicenses", "SetLicense", "check_places", "read_licenses"]
 
 ANY_LICENSE = "any"
 
@@ -56,7 +56,7 @@ def _is_below(path: str | Path, root: str) -> bool:
 
 
 @dataclass(frozen=True)
-class SayLicense:
+class SetLicense:
     """A step that sets the license of documents whose source does not state one.
 
     Attributes:

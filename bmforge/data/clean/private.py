@@ -19,7 +19,7 @@ from bmforge.errors import ConfigError, MissingDependencyError, suggest
 
 __all__ = [
     "KINDS",
-    "Found",
+    "PrivateMatch",
     "MaskPrivate",
     "find_private",
     "is_bank_card",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Found:
+class PrivateMatch:
     """One match of private data: its kind, and its start and end offset in the text."""
 
     kind: str
@@ -118,8 +118,8 @@ def _is_secret(text: str) -> bool:
     """Return True if a value looks like a random secret, such as an API key, and not like a name.
 
     It must have two character classes (lower case, upper case, digits) and 8 distinct characters.
-    Without digits and a service's prefix, its case must change once in three letters, which it does
-    not in `AccessTokenName`.
+    A value without digits and without the prefix of a service, such as ``sk-``, must also change
+    its case at least once per three characters, unlike the name `AccessTokenName`.
     """
     classes = sum(any(map(kind, text)) for kind in (str.islower, str.isupper, str.isdigit))
     changes = sum(a.isupper() != b.isupper() for a, b in pairwise(text))
@@ -244,7 +244,7 @@ _LIKE_PHONE = re.compile(r"\+\d|\(\d{2,5}\)|\d[\d .-]{6,}\d", re.ASCII)
 
 def find_private(
     text: str, kinds: tuple[str, ...] = tuple(KINDS), regions: tuple[str, ...] = ()
-) -> list[Found]:
+) -> list[PrivateMatch]:
     """Find the private data in a text, in order and without overlaps.
 
     Args:
@@ -258,7 +258,7 @@ def find_private(
     """
     folded = text.translate(_FOLDED)
     starts: list[int] = []
-    taken: list[Found] = []  # sorted, in parallel with `starts`
+    taken: list[PrivateMatch] = []  # sorted, in parallel with `starts`
     for kind in kinds:
         for private in _find_kind(folded, kind, regions):
             at = bisect(starts, private.start)
@@ -269,7 +269,7 @@ def find_private(
     return taken
 
 
-def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[Found]:
+def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[PrivateMatch]:
     kind_rule = KINDS[kind]
     if kind_rule.sign is None or kind_rule.sign.search(text):
         context = AddressContext(text) if kind == "ip" else None
@@ -278,19 +278,19 @@ def _find_kind(text: str, kind: str, regions: tuple[str, ...]) -> Iterator[Found
             start, end = match.span(group)
             is_valid = kind_rule.check is None or kind_rule.check(match[group])
             if is_valid and (context is None or context.is_address(start, end)):
-                yield Found(kind, start, end)
+                yield PrivateMatch(kind, start, end)
     if kind == "phone" and _LIKE_PHONE.search(text) and ("+" in text or regions):
         yield from _find_phones(text, regions)
 
 
-def _find_phones(text: str, regions: tuple[str, ...]) -> Iterator[Found]:
+def _find_phones(text: str, regions: tuple[str, ...]) -> Iterator[PrivateMatch]:
     try:
         from phonenumbers import Leniency, PhoneNumberMatcher
     except ImportError as error:
         raise MissingDependencyError("phonenumbers", "data", "detecting phone numbers") from error
     for region in regions or (None,):
         for match in PhoneNumberMatcher(text, region, leniency=Leniency.VALID):
-            yield Found("phone", match.start, match.end)
+            yield PrivateMatch("phone", match.start, match.end)
 
 
 def _check_regions(regions: tuple[str, ...]) -> None:
@@ -337,7 +337,7 @@ class MaskPrivate:
     @property
     def version(self) -> str:
         """Version string, which changes whenever the step may mask a text differently."""
-        return f"private=3 {self!r}"
+        return f"private=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the masked document, or a `Drop`, whose excerpt contains no private data."""

@@ -101,7 +101,9 @@ def _digest(path: str) -> str:
     try:
         return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     except OSError as error:
-        raise ConfigError(f"scores={path!r} cannot be read ({error.strerror}).") from error
+        raise ConfigError(
+            f"scores={path!r} cannot be read ({error.strerror}). Check the path."
+        ) from error
 
 
 def read_score(option: str) -> ScoreByFile:

@@ -45,7 +45,7 @@ _SCRIPTS = {
     "Mong": "\u1800-\u18af",
     "Tfng": "\u2d30-\u2d7f",
 }
-# What `detect_script` returns.
+# Values that `detect_script` returns.
 SCRIPTS = (*_SCRIPTS.keys() - {"Kana", "Hang"}, "Hans", "Hant", "Jpan", "Kore")
 _RUNS = {name: re.compile(f"[{characters}]+") for name, characters in _SCRIPTS.items()}
 _CONVERSIONS = {"Hans": "t2s", "Hant": "s2t"}

@@ -15,6 +15,7 @@ from bmforge.data.clean.words import (
     WordSplitter,
     count_sentences,
     count_sentences_in,
+    has_word_spaces,
     split_words,
     words_of,
 )
@@ -142,11 +143,21 @@ class TextStatistics:
         return number / len(parts), characters / max(len(self.text), 1)
 
     def top_ngram_share(self, n: int) -> float:
-        """Return the fraction of characters in the most frequent word n-gram, including spaces."""
+        """Return the fraction of characters in the most frequent word n-gram, including spaces.
+
+        An n-gram that occurs once counts too, as in datatrove, but not in scripts without spaces
+        between words: there a few clauses are all "words" of a text.
+        """
         if len(self.words) < n:
             return 0.0
         top, times = self._top_ngrams.top(n)
+        if times == 1 and not self._has_word_spaces:
+            return 0.0
         return (sum(map(len, top)) + n - 1) * times / len(self.text)
+
+    @cached_property
+    def _has_word_spaces(self) -> bool:
+        return has_word_spaces(self.text)
 
     @cached_property
     def _top_ngrams(self) -> TopNgrams:

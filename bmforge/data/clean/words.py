@@ -27,6 +27,7 @@ __all__ = [
     "WordSplitter",
     "count_sentences",
     "count_sentences_in",
+    "has_word_spaces",
     "is_chinese",
     "split_chinese_words",
     "split_words",
@@ -108,7 +109,7 @@ _ABBREVIATED = (
     "c. d. e. f. g. h. i. j. k. l. m. n. o. p. q. r. s. t. u. v. w. x. y. z."
 )
 _ABBREVIATIONS = frozenset(_ABBREVIATED.split())
-# Emoticons, and mark pairs that spaCy treats as such.
+# Emoticons, and other strings of marks that spaCy keeps as one token.
 _FACE_MARKS = "): (: :) :( ;) :] [: [; 8) :/ :-) ;-) :-( :D :P :p :x :o 0.0 '' <3"
 _FACES = frozenset(_FACE_MARKS.split())
 _SUBJECT = re.compile(
@@ -125,12 +126,14 @@ _NOT = re.compile(
 )
 _ENDINGS = re.compile(r"['’](?:ll|d|ve|re|s|m)", re.IGNORECASE)
 _PLAIN = re.compile(r"""([A-Za-z]+)([,;:!?)"]|(?<=[a-z])\.)?""")
-# Strings that consist of letters only, but that `_NOT` divides.
+# Strings of letters that `_NOT` splits into two words, such as "cannot".
 _DIVIDED = frozenset([f"{verb}nt" for verb in _NOT_VERBS.split("|")] + ["cannot", "id", "im"])
 _TAIL = 40  # characters at a string's end in which closing marks are searched
-# Maximum length of a string in characters; longer strings are first cut into pieces.
+# Maximum length of a string in characters; longer strings are first split at this length.
 _LONGEST_RUN = 1000
 _ENDS = frozenset(SENTENCE_ENDS)
+# LineBreak=SA: Thai, Lao, Khmer, Burmese and other scripts without spaces between words.
+_UNSPACED = regex.compile(r"[\p{LineBreak=SA}\p{Hiragana}\p{Katakana}]+")
 
 
 def split_words(text: str) -> list[str]:
@@ -142,7 +145,7 @@ def _split_run(run: str) -> tuple[str, ...]:
     """Split a whitespace-free string into words and punctuation marks."""
     if len(run) > _LONGEST_RUN:
         starts = range(0, len(run), _LONGEST_RUN)
-        return tuple(chain.from_iterable(_split_piece(run[i : i + _LONGEST_RUN]) for i in starts))
+        return tuple(chain.from_iterable(_split_part(run[i : i + _LONGEST_RUN]) for i in starts))
     # Letters with at most one mark: nine of ten strings, in a tenth of the time of the rules.
     plain = _PLAIN.fullmatch(run)
     if plain and run not in _ABBREVIATIONS and plain[1].lower() not in _DIVIDED:
@@ -151,10 +154,8 @@ def _split_run(run: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _split_piece(run: str) -> tuple[str, ...]:
-    """Split a part of a long string; cached, because a long string often repeats a few
-    characters.
-    """
+def _split_part(run: str) -> tuple[str, ...]:
+    """Split a part of a long string; cached, as the parts of a repetitive string are equal."""
     return _split_run(run)
 
 
@@ -298,6 +299,16 @@ def is_chinese(text: str) -> bool:
     beginning = text[:4000]
     size = sum(map(len, beginning.split()))
     return size > 0 and 3 * sum(map(len, HAN_RUN.findall(beginning))) > size
+
+
+def has_word_spaces(text: str) -> bool:
+    """Return False if a third of the characters belong to scripts without spaces between words.
+
+    `split_words` splits such a text into clauses. Chinese is not counted, see `is_chinese`.
+    """
+    return text.isascii() or 3 * sum(map(len, _UNSPACED.findall(text))) <= sum(
+        map(len, text.split())
+    )
 
 
 def words_of(text: str) -> list[str]:

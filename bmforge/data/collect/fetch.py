@@ -170,7 +170,10 @@ class _Deadline:
     def check(self, url: str) -> None:
         """Raise `FetchError` if the timeout has passed."""
         if self._is_over:
-            raise FetchError(f"the download of {url} takes longer than {self._seconds:g} s.")
+            raise FetchError(
+                f"the download of {url} was stopped after {self._seconds:g} s. Raise the time "
+                "limit (--page-seconds)."
+            )
 
     def __enter__(self) -> None:
         self._timer.start()

@@ -127,18 +127,18 @@ def _fits(rule: str, path: str) -> bool:
     one after the other, which takes linear time.
     """
     is_whole = rule.endswith("$")
-    first, *pieces = rule.removesuffix("$").split("*")
+    first, *parts = rule.removesuffix("$").split("*")
     if not path.startswith(first):
         return False
-    if not pieces:
+    if not parts:
         return not is_whole or path == first
     at = len(first)
-    for piece in pieces[:-1]:
-        index = path.find(piece, at)
+    for part in parts[:-1]:
+        index = path.find(part, at)
         if index < 0:
             return False
-        at = index + len(piece)
-    last = pieces[-1]
+        at = index + len(part)
+    last = parts[-1]
     if is_whole:
         return path.endswith(last) and len(path) - len(last) >= at
     return path.find(last, at) >= 0

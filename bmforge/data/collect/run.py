@@ -135,9 +135,11 @@ def clean_url(url: str) -> str:
         if not host.isascii():
             host = host.encode("idna").decode("ascii")
     except ValueError as error:
-        raise ConfigError(f"{url!r} is not a valid URL ({error}).") from error
+        raise ConfigError(f"{url!r} is not a valid URL ({error}). Correct the URL.") from error
     if host and not _HOST.fullmatch(host):
-        raise ConfigError(f"{url!r} is not a valid URL, because {host!r} is not a host name.")
+        raise ConfigError(
+            f"{url!r} is not a valid URL, because {host!r} is not a host name. Correct the URL."
+        )
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise ConfigError(
             f"{url!r} is not the URL of a page (needed: http://HOST/PATH or https://HOST/PATH, "

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bmforge.data.dedup.clusters import place_source, rank_documents
+from bmforge.data.dedup.clusters import place_source
+from bmforge.data.dedup.files import RepeatedItems
 from bmforge.data.dedup.minhash import DedupConfig
+from bmforge.data.dedup.sort import SortedRows
 from bmforge.data.dedup.tokens import digest_string
 from bmforge.data.sources.document import Document
 
-__all__ = ["cut_paragraphs", "find_copies", "find_repeated_paragraphs", "locate_paragraphs"]
+__all__ = [
+    "cut_paragraphs",
+    "find_copies",
+    "find_repeated_numbers",
+    "find_repeated_paragraphs",
+    "locate_paragraphs",
+]
 
 _BREAK = re.compile("(\n{2,})")
+_SORT_BYTES = 1 << 25
+_BATCH = 1 << 12
+# Hash of a paragraph, rank of its document (as in `rank_documents`), and position.
+_FIELDS = "high", "low", "source", "size", "text", "id_high", "id_low", "position"
+_PARAGRAPH = np.dtype(
+    [(name, "<i8" if name in ("source", "size", "position") else "<u8") for name in _FIELDS]
+)
 
 
 def find_copies(documents: Iterable[Document], config: DedupConfig | None = None) -> dict[str, str]:
@@ -56,36 +75,60 @@ def find_repeated_paragraphs(
         min_characters: length of the shortest paragraph to compare, in characters.
         config: settings; only `source_order` is used.
     """
-    order = (config or DedupConfig()).source_order
-    hashes, owners, numbers = [], [], []
-    sources, sizes, texts, ids = [], [], [], []
-    for at, document in enumerate(documents()):
-        sources.append(place_source(document.source, order))
-        sizes.append(len(document.text))
-        texts.append(np.frombuffer(digest_string(document.text), np.uint64)[0])
-        ids.append(np.frombuffer(digest_string(document.id), np.uint64))
-        for number, part in enumerate(_BREAK.split(document.text)[::2]):
-            if len(part) >= min_characters:
-                hashes.append(np.frombuffer(digest_string(part), np.uint64))
-                owners.append(at)
-                numbers.append(number)
-    if not hashes:
-        return {}
-    ranks = rank_documents(
-        np.array(sources),
-        np.array(sizes),
-        np.array(texts, np.uint64),
-        np.array(ids, np.uint64).reshape(-1, 2),
-    )
-    keys, owner, paragraph = np.array(hashes, np.uint64), np.array(owners), np.array(numbers)
-    sort = np.lexsort((paragraph, ranks[owner], keys[:, 1], keys[:, 0]))
-    same = (keys[sort][1:] == keys[sort][:-1]).all(axis=1)
-    repeats: dict[int, list[int]] = {}
-    for entry in sort[1:][same]:
-        repeats.setdefault(int(owner[entry]), []).append(int(paragraph[entry]))
-    return {
-        document.id: sorted(repeats[at]) for at, document in enumerate(documents()) if at in repeats
-    }
+    with tempfile.TemporaryDirectory() as folder:
+        order = (config or DedupConfig()).source_order
+        repeated = find_repeated_numbers(documents(), min_characters, Path(folder), order)
+        return {
+            document.id: numbers.tolist()
+            for document, numbers in zip(documents(), repeated, strict=True)
+            if len(numbers)
+        }
+
+
+def find_repeated_numbers(
+    documents: Iterable[Document],
+    min_characters: int,
+    folder: Path,
+    source_order: Sequence[str] = (),
+    bound_bytes: int = _SORT_BYTES,
+) -> Iterable[NDArray[np.int64]]:
+    """Return the indices of each document's repeated paragraphs, in bounded memory.
+
+    Args:
+        documents: documents, in any order.
+        min_characters: see `find_repeated_paragraphs`.
+        folder: folder of temporary files, which must exist until the result has been read.
+        source_order: see `DedupConfig`.
+        bound_bytes: largest size of the paragraphs' hashes in memory, at 64 bytes per paragraph.
+    """
+    repeated = RepeatedItems(folder / "repeated")
+    rows = SortedRows(folder / "rows", bound_bytes, _PARAGRAPH, _FIELDS)
+    batch: list[tuple[int, ...]] = []
+    for document in documents:
+        text = document.text
+        source = place_source(document.source, source_order)
+        rank = (source, -len(text), _hash(text)[0], *_hash(document.id))
+        parts = _BREAK.split(text)[::2]
+        first = repeated.add_document(len(parts))
+        batch += [
+            (*_hash(part), *rank, first + number)
+            for number, part in enumerate(parts)
+            if len(part) >= min_characters
+        ]
+        if len(batch) >= _BATCH:
+            rows.add(np.array(batch, _PARAGRAPH))
+            batch = []
+    rows.add(np.array(batch, _PARAGRAPH))
+    for part in rows:  # equal paragraphs are adjacent, the one to keep first
+        same = (part["high"][1:] == part["high"][:-1]) & (part["low"][1:] == part["low"][:-1])
+        repeated.add_repeated(part["position"][1:][same])
+    rows.close()
+    return repeated
+
+
+def _hash(text: str) -> tuple[int, int]:
+    high, low = struct.unpack("<QQ", digest_string(text))
+    return high, low
 
 
 def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Temporary files for near-duplicate detection, which keep its memory use bounded."""
+"""Temporary files of the duplicate detection, which keep its memory use bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 from bmforge.data.dedup.tokens import Hashes
 
-__all__ = ["Groups", "Shingles"]
+__all__ = ["Groups", "RepeatedItems", "Shingles"]
+
+_RANGES = 256  # largest number of files of `RepeatedItems`
+_SMALLEST_RANGE = 1 << 20
+_READ_BYTES = 1 << 16
 
 
 class Shingles:
@@ -80,3 +84,62 @@ class Groups:
 
     def _path(self, band: int, name: str) -> Path:
         return self._folder / f"{band}.{name}"
+
+
+class RepeatedItems:
+    """Numbers of the repeated items (tokens or paragraphs) of each document, in temporary files.
+
+    First add the number of items of all documents, in order; then the repeated items, in any order,
+    by their positions in the sequence of all items. The iterator yields an array of item numbers,
+    in ascending order, for each document.
+
+    Args:
+        folder: folder of the files.
+
+    Memory: the repeated items of one of 256 ranges of positions.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._total = folder, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ends = (folder / "ends").open("wb")
+
+    def add_document(self, num_items: int) -> int:
+        """Add the next document; return the position of its first item."""
+        first = self._total
+        self._total += num_items
+        self._ends.write(self._total.to_bytes(8, "little"))
+        return first
+
+    def add_repeated(self, positions: NDArray[np.int64]) -> None:
+        """Add the positions of repeated items, after all documents."""
+        self._ends.close()
+        positions = np.sort(positions)
+        edges = np.searchsorted(positions, np.arange(0, self._total + self._width, self._width))
+        for number in np.flatnonzero(np.diff(edges)).tolist():
+            with (self._folder / str(number)).open("ab") as file:
+                file.write(positions[edges[number] : edges[number + 1]].tobytes())
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the numbers of the repeated items of each document."""
+        self._ends.close()
+        positions, loaded, first = np.zeros(0, np.int64), 0, 0
+        for end in self._read_ends():
+            while loaded * self._width < end:
+                path = self._folder / str(loaded)
+                if path.exists():
+                    positions = np.concatenate([positions, np.sort(np.fromfile(path, np.int64))])
+                loaded += 1
+            count = int(np.searchsorted(positions, end))
+            yield positions[:count] - first
+            positions, first = positions[count:], end
+
+    @property
+    def _width(self) -> int:
+        """Number of positions whose repeated items are in the same file."""
+        return max(_SMALLEST_RANGE, -(-self._total // _RANGES))
+
+    def _read_ends(self) -> Iterator[int]:
+        with (self._folder / "ends").open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                yield from np.frombuffer(data, "<i8").tolist()

@@ -1,4 +1,4 @@
-"""External sort of rows (128-bit key, position, size) by key, in memory or through files."""
+"""External sort of rows that begin with a 128-bit key, in memory or through files."""
 
 from __future__ import annotations
 
@@ -40,12 +40,20 @@ class SortedRows:
             memory.
         bound_bytes: largest size of rows in memory, in bytes. Larger data is written to 256 files
             by the first byte of the keys, and one file is sorted at a time.
+        row: dtype of the rows, whose first field is ``high``.
+        by: names of the fields to sort by.
 
     Memory: twice the bound, or twice the largest file.
     """
 
-    def __init__(self, folder: Path | None, bound_bytes: int) -> None:
-        self._folder, self._bound_bytes = folder, bound_bytes
+    def __init__(
+        self,
+        folder: Path | None,
+        bound_bytes: int,
+        row: np.dtype[np.void] = ROW,
+        by: Sequence[str] = ("high", "low", "position"),
+    ) -> None:
+        self._folder, self._bound_bytes, self._row, self._by = folder, bound_bytes, row, by
         self._held: list[NDArray[np.void]] = []
         self._held_bytes = 0
         self._is_spilled = False
@@ -61,18 +69,21 @@ class SortedRows:
     def __iter__(self) -> Iterator[NDArray[np.void]]:
         """Yield arrays of rows in sorted order; may be called more than once."""
         if not self._is_spilled:
-            self._held = [_sort(np.concatenate(self._held))] if self._held else []
+            self._held = [self._sort(np.concatenate(self._held))] if self._held else []
             yield from self._held
             return
         self._spill()
         for bucket in range(_BUCKETS):
             if (path := self._path(bucket)).exists():
-                yield _sort(np.fromfile(path, dtype=ROW))
+                yield self._sort(np.fromfile(path, dtype=self._row))
 
     def close(self) -> None:
         """Remove the temporary files."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _sort(self, rows: NDArray[np.void]) -> NDArray[np.void]:
+        return rows[np.lexsort([rows[name] for name in reversed(self._by)])]
 
     def _path(self, bucket: int) -> Path:
         assert self._folder is not None
@@ -93,7 +104,3 @@ class SortedRows:
                 with self._path(number).open("ab") as file:
                     file.write(part.tobytes())
         self._held, self._held_bytes, self._is_spilled = [], 0, True
-
-
-def _sort(rows: NDArray[np.void]) -> NDArray[np.void]:
-    return rows[np.lexsort((rows["position"], rows["low"], rows["high"]))]

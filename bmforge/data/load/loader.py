@@ -157,7 +157,7 @@ class DataLoader:
             )
         for key, what in _ORDER.items():
             if key in state and state[key] != own_state[key]:
-                sizes = f" ({state.get('rows')} rows then, {own_state['rows']} now)"
+                sizes = f" ({state.get('rows')} sequences then, {own_state['rows']} now)"
                 rows = sizes if "rows" in state else ""
                 raise ConfigError(
                     f"the loader state has {key}={state[key]}, but this loader has "

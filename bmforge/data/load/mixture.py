@@ -41,7 +41,7 @@ class Mixture:
 
     def __init__(self, parts: Mapping[str, tuple[PackedDataset, float]]) -> None:
         if not parts:
-            raise ConfigError("Mixture needs at least one corpus, but parts is empty.")
+            raise ConfigError("parts={} of Mixture must contain at least one corpus.")
         self.names = sorted(parts)
         self._datasets = [_named(parts[name][0], name) for name in self.names]
         first = self._datasets[0]

@@ -13,6 +13,7 @@ from bmforge.data.dedup.sort import SortedRows, make_rows
 from bmforge.data.prepare.documents import read_digests
 from bmforge.data.prepare.earlier_corpora import Earlier
 from bmforge.data.prepare.masks import new_mask
+from bmforge.data.prepare.spans import Repeats
 from bmforge.data.prepare.split import choose_held_out, split_keys
 
 __all__ = ["SORT_BYTES", "choose_split", "find_copies"]
@@ -81,8 +82,11 @@ def choose_split(
     fraction: float,
     seed: int,
     bound_bytes: int,
+    repeats: Repeats | None = None,
 ) -> dict[str, Any]:
     """Write the mask ``held_out`` of the documents that `split_documents` assigns to validation.
+
+    The sizes of the documents are those without the spans in `repeats`.
 
     Returns:
         dict with ``files`` (file names and hashes), ``cut`` and ``cut_bytes`` (see `Split`), and
@@ -92,6 +96,8 @@ def choose_split(
     total_bytes = 0
     files: dict[str, str] = {}
     for first, digests in _each_shard(documents, counts):
+        if repeats is not None:
+            repeats.update_sizes(first, digests["text_bytes"])
         places = np.flatnonzero(mask[first : first + len(digests)])
         total_bytes += int(digests["text_bytes"][places].sum())
         for at in range(0, len(places), _KEYS):

@@ -9,7 +9,7 @@ from pathlib import Path
 from bmforge.data.sources.packed import PACKED
 from bmforge.errors import ConfigError
 
-__all__ = ["check_room"]
+__all__ = ["check_disk_space"]
 
 _PACKED_RATIO = 4  # typical compression ratio of text
 # Disk bytes per byte of text: clean documents, and half a byte of tokens, stored twice (per shard
@@ -17,7 +17,7 @@ _PACKED_RATIO = 4  # typical compression ratio of text
 _NEED_RATIO = 1.5
 
 
-def check_room(files: Sequence[Path] | None, out: Path, work: Path) -> None:
+def check_disk_space(files: Sequence[Path] | None, out: Path, work: Path) -> None:
     """Raise `ConfigError` if the disk has too little free space to prepare `files`.
 
     The files of an interrupted run in `work` count as free space.

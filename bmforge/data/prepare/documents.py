@@ -22,7 +22,12 @@ from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.shards import TOPICS, FileRange, Shard
 from bmforge.data.prepare.summary import Summary, group_of
 from bmforge.data.sources.document import Document, from_record, to_record
-from bmforge.data.sources.files import parse_record, python_topics, read_records
+from bmforge.data.sources.files import (
+    advise_skipping,
+    parse_record,
+    python_topics,
+    read_records,
+)
 from bmforge.data.sources.packed import open_unpacked
 from bmforge.data.sources.record import ReadOptions, Record, fail, show_name
 from bmforge.errors import DataError
@@ -150,7 +155,7 @@ def _process(
             parsed: Document | Drop = parse_record(record)
         except DataError as error:
             if not task.skip_bad:
-                raise
+                raise advise_skipping(error) from error
             parsed = Drop(UNREADABLE, None, None, str(error))
         if isinstance(parsed, Drop):
             yield unread, record.size_bytes, parsed
@@ -204,8 +209,8 @@ def _entries(
     """Yield (index in the shard, file, record) of each entry; read errors become error records."""
     task: DocumentsTask = part.task
     entry = 0
-    for piece in task.shard.pieces:
-        records, source = _read_piece(piece, task.options), show_name(piece.path)
+    for span in task.shard.ranges:
+        records, source = _read_range(span, task.options), show_name(span.path)
         first = entry
         while True:
             if entry in blamed and blamed[entry].in_reading:
@@ -217,10 +222,10 @@ def _entries(
                 record = next(records, None)
             except DataError as error:
                 if not task.skip_bad:
-                    raise
+                    raise advise_skipping(error) from error
                 # The size of the lost end of a file is unknown.
-                is_whole = entry == first and piece.begin == 0 and piece.end < 0
-                yield entry, source, fail("1", _file_bytes(piece) if is_whole else 0, error)
+                is_whole = entry == first and span.begin == 0 and span.end < 0
+                yield entry, source, fail("1", _file_bytes(span) if is_whole else 0, error)
                 entry += 1
                 break
             if record is None:
@@ -229,9 +234,9 @@ def _entries(
             entry += 1
 
 
-def _file_bytes(piece: FileRange) -> int:
+def _file_bytes(span: FileRange) -> int:
     try:
-        return os.stat(piece.path).st_size
+        return os.stat(span.path).st_size
     except OSError:
         return 0
 
@@ -240,14 +245,14 @@ def _never() -> Document:
     raise AssertionError("an entry that must be left unparsed was parsed")
 
 
-def _read_piece(piece: FileRange, options: ReadOptions) -> Iterator[Record]:
-    if piece.path == TOPICS:
+def _read_range(span: FileRange, options: ReadOptions) -> Iterator[Record]:
+    if span.path == TOPICS:
         for document in python_topics():
             size = len(document.text.encode())
             yield Record(document.place, size, partial(_same, document))
         return
     yield from read_records(
-        Path(piece.path), options, begin=piece.begin, end=piece.end, line=piece.line
+        Path(span.path), options, begin=span.begin, end=span.end, line=span.line
     )
 
 
@@ -261,7 +266,8 @@ def _check_unchanged(task: DocumentsTask) -> None:
             status = os.stat(path)
         except OSError as error:
             raise DataError(
-                f"file {path!r} was removed while it was being read ({error})."
+                f"file {path!r} was removed while it was being read ({error}). Restore the file, "
+                "and run the command again."
             ) from error
         if (status.st_size, status.st_mtime_ns) != (size_bytes, modified_ns):
             raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, StagePart
 from bmforge.data.prepare.funnel import Dropped
-from bmforge.data.prepare.journal import digest_file, write_hashed
+from bmforge.data.prepare.journal import digest_file, digest_files, make_key, write_hashed
 from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import NearDrops
 from bmforge.data.prepare.spans import Repeats, without
@@ -109,7 +110,7 @@ def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     task: EncodeTask = part.task
     tokenizer = task.tokenizer
     if isinstance(tokenizer, Path):
-        tokenizer = load_tokenizer(str(tokenizer))
+        tokenizer = _load_once(tokenizer, make_key(digest_files(tokenizer)))
     name = f"{task.number:06d}"
     files: dict[str, str] = {}
     beside = task.folder / f"{name}.{os.getpid()}.partial"
@@ -130,6 +131,15 @@ def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
     with write_hashed(task.folder / f"{name}.dropped.jsonl", files) as file:
         file.write(dropped.lines().encode())
     return result
+
+
+@lru_cache(maxsize=1)
+def _load_once(folder: Path, digest: str) -> Tokenizer:
+    """Load the tokenizer on the first shard of a worker.
+
+    tokenizers 0.23 leaks 10 MB for every tokenizer that encodes text (the caches of its threads).
+    """
+    return load_tokenizer(str(folder))
 
 
 def _texts(task: EncodeTask, side: int, beat: Beat) -> Iterator[Document]:

@@ -1,4 +1,4 @@
-"""Memory-mapped masks with one byte per document, for example of the kept documents."""
+"""Memory-mapped masks with one byte per document, and tables that are sorted by document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bmforge.data.prepare.journal import digest_file
 from bmforge.files import sync_directory
 
-__all__ = ["new_mask", "open_mask"]
+__all__ = ["new_mask", "open_mask", "read_rows"]
 
 
 @contextmanager
@@ -36,3 +36,18 @@ def new_mask(
 def open_mask(path: Path) -> NDArray[np.bool_]:
     """Memory-map a finished mask for reading."""
     return np.memmap(path, dtype=np.bool_, mode="r").view(np.ndarray)
+
+
+def read_rows(path: Path, row: np.dtype[np.void], first: int, count: int) -> NDArray[np.void]:
+    """Return the rows of a range of documents, from a file that is sorted by ``position``.
+
+    Args:
+        path: path of the file.
+        row: dtype of the rows.
+        first: first position of the range.
+        count: number of documents in the range.
+    """
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return np.empty(0, row)
+    rows = np.memmap(path, row, "r")
+    return np.array(rows[slice(*np.searchsorted(rows["position"], [first, first + count]))])

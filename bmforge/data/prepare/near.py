@@ -22,7 +22,7 @@ from bmforge.data.dedup.near import NearPlaces, Sketches, find_near_places, read
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.engine import Beat, StagePart
 from bmforge.data.prepare.journal import write_hashed
-from bmforge.data.prepare.masks import new_mask, open_mask
+from bmforge.data.prepare.masks import new_mask, open_mask, read_rows
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.prepare_settings import DuplicatesConfig
@@ -70,9 +70,8 @@ class NearDrops:
             first: first position of the range.
             count: number of documents in the range.
         """
-        rows = np.fromfile(self.path, dtype=_ROW)
-        begin, end = np.searchsorted(rows["position"], [first, first + count])
-        return {int(position): float(value) for position, value in rows[begin:end]}
+        rows = read_rows(self.path, _ROW, first, count)
+        return {int(position): float(value) for position, value in rows}
 
     def describe(self, document: Document, similarity: float) -> Drop:
         """Return a `Drop` that reports a near duplicate and its similarity."""

@@ -106,7 +106,7 @@ def _chunks(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 def name_shard(shard: Shard) -> str:
     """Describe the input files of a shard for messages."""
-    first = shard.pieces[0]
+    first = shard.ranges[0]
     part = "" if first.end < 0 else f" from line {first.line}"
-    more = f" and {len(shard.pieces) - 1} more" if len(shard.pieces) > 1 else ""
+    more = f" and {len(shard.ranges) - 1} more" if len(shard.ranges) > 1 else ""
     return f"{first.path}{part}{more}"

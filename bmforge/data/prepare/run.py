@@ -17,7 +17,7 @@ from typing import Any
 from bmforge.config import ungrouped_values
 from bmforge.data.clean.license import check_places
 from bmforge.data.prepare.barriers import SORT_BYTES
-from bmforge.data.prepare.disk_space import check_room
+from bmforge.data.prepare.disk_space import check_disk_space
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
 from bmforge.data.prepare.earlier_corpora import INDEX, open_earlier, write_earlier
 from bmforge.data.prepare.encode import DUPLICATE, SIDES
@@ -117,7 +117,7 @@ def _prepare(
     check_place(out, "out_dir")
     tokenizer = _open_tokenizer(config)
     work = out / _WORK_NAME
-    check_room(files, out, work)
+    check_disk_space(files, out, work)
     with Journal(work) as journal:
         try:
             plan = plan_shards(files, config.execution.shard_bytes, work)
@@ -187,7 +187,7 @@ def plan_work(
     _check_settings(out_dir, config)
     files = _list_inputs(inputs, config)
     work = work_dir(out_dir)
-    check_room(files, Path(out_dir), work)
+    check_disk_space(files, Path(out_dir), work)
     return (
         plan_shards(files, config.execution.shard_bytes, work),
         all_steps,

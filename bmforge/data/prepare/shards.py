@@ -55,7 +55,7 @@ class Shard:
     number: int
     key: str
     size_bytes: int
-    pieces: tuple[FileRange, ...]
+    ranges: tuple[FileRange, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:
-        raise DataError(f"file {str(path)!r} cannot be read ({error}).") from error
+        raise DataError(
+            f"file {str(path)!r} cannot be read ({error}). Check its permissions."
+        ) from error
     return _Cut(InputFile(*identity, digest), *parts)
 
 
@@ -170,15 +172,15 @@ def _digest(path: Path, feed: Callable[[bytes], None] | None) -> str:
 def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
     """Group file ranges, in order, into shards of about `shard_bytes`."""
     shards: list[Shard] = []
-    pieces: list[FileRange] = []
+    ranges: list[FileRange] = []
     key_parts: list[object] = []
     size_bytes = 0
 
     def close() -> None:
-        nonlocal pieces, key_parts, size_bytes
-        if pieces:
-            shards.append(Shard(len(shards), make_key(key_parts), size_bytes, tuple(pieces)))
-        pieces, key_parts, size_bytes = [], [], 0
+        nonlocal ranges, key_parts, size_bytes
+        if ranges:
+            shards.append(Shard(len(shards), make_key(key_parts), size_bytes, tuple(ranges)))
+        ranges, key_parts, size_bytes = [], [], 0
 
     for cut, name in cuts:
         totals = (cut.units, cut.size_bytes) if cut.at else (cut.file.size_bytes,) * 2
@@ -186,7 +188,7 @@ def _group(cuts: Sequence[tuple[_Cut, str]], shard_bytes: int) -> list[Shard]:
             part_bytes = (end - begin) * totals[1] // max(totals[0], 1)
             if size_bytes + part_bytes > shard_bytes:
                 close()
-            pieces.append(FileRange(name, begin, end, line) if cut.at else FileRange(name))
+            ranges.append(FileRange(name, begin, end, line) if cut.at else FileRange(name))
             key_parts.append([name, cut.file.digest, begin, end])
             size_bytes += part_bytes
     close()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalize import normalise
-from bmforge.data.dedup.exact import find_repeated_paragraphs, locate_paragraphs
-from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_spans
+from bmforge.data.dedup.exact import find_repeated_numbers, locate_paragraphs
+from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_runs, locate_runs
 from bmforge.data.prepare.documents import read_digests, read_shard
 from bmforge.data.prepare.journal import write_hashed
-from bmforge.data.prepare.masks import new_mask, open_mask
+from bmforge.data.prepare.masks import new_mask, open_mask, read_rows
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.prepare_settings import DuplicatesConfig
@@ -24,8 +28,10 @@ __all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choos
 
 REPEATED = "repeated_spans"  # rule name of documents whose text is all repeated
 SPANS = "spans"  # file name
+_SIZES = "sizes"  # file name
 _LEAST = 50  # tokens; shorter sequences often repeat by chance
 _ROW = np.dtype([("position", "<i8"), ("start", "<i8"), ("end", "<i8")])
+_SIZE = np.dtype([("position", "<i8"), ("text_bytes", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
@@ -64,12 +70,20 @@ class Repeats:
             first: first position of the range.
             count: number of documents in the range.
         """
-        rows = np.fromfile(self.path, dtype=_ROW)
-        begin, end = np.searchsorted(rows["position"], [first, first + count])
         spans: dict[int, Spans] = {}
-        for position, start, stop in rows[begin:end].tolist():
+        for position, start, stop in read_rows(self.path, _ROW, first, count).tolist():
             spans.setdefault(position, []).append((start, stop))
         return spans
+
+    def update_sizes(self, first: int, sizes_bytes: NDArray[np.int64]) -> None:
+        """Replace the sizes of texts by their sizes without the repeated spans.
+
+        Args:
+            first: position of the first document.
+            sizes_bytes: UTF-8 bytes per document; changed in place.
+        """
+        rows = read_rows(self.path.with_name(_SIZES), _SIZE, first, len(sizes_bytes))
+        sizes_bytes[rows["position"] - first] = rows["text_bytes"]
 
     def describe(self, document: Document) -> Drop:
         """Return a `Drop` that reports a document that consists only of repeated text."""
@@ -85,7 +99,7 @@ def without(document: Document, spans: Spans) -> Document:
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Find repeats; write their list, ``spans``, and the mask ``kept``.
+    """Find repeats; write their list, ``spans``, the new ``sizes``, and the mask ``kept``.
 
     Documents that consist only of repeats are dropped in the mask.
 
@@ -101,38 +115,43 @@ def choose_spans(
         raw bytes of the dropped documents), ``text_bytes`` (of the remaining documents), and
         ``changed`` (number of cut documents, and of characters removed).
     """
-    mask = open_mask(before)
+    mask, firsts = open_mask(before), list(accumulate(counts, initial=0))
 
     def kept() -> Iterator[tuple[int, Document]]:
-        position = 0
-        for number in range(len(counts)):
-            for document in read_shard(documents, number):
+        for number, first in enumerate(firsts[:-1]):
+            for position, document in enumerate(read_shard(documents, number), first):
                 if mask[position]:
                     yield position, document
-                position += 1
 
     folder.mkdir(parents=True, exist_ok=True)
-    find_spans = _find_repeats(lambda: (document for _, document in kept()), least, folder)
-    rows: list[tuple[int, int, int]] = []
-    gone: list[int] = []
     changed, text_bytes = [0, 0], 0
-    for position, document in kept():
-        spans = find_spans(document)
-        left = without(document, spans) if spans else document
-        rows += [(position, start, end) for start, end in spans]
-        text_bytes += len(left.text.encode())
-        if not left.text:
-            gone.append(position)
-        elif spans:
-            changed = [changed[0] + 1, changed[1] + len(document.text) - len(left.text)]
     files: dict[str, str] = {}
-    with write_hashed(folder / SPANS, files) as file:
-        file.write(np.array(rows, dtype=_ROW).tobytes())
-    with new_mask(folder, "kept", len(mask), files) as after:
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory(dir=folder)))
+        find_spans = _find_repeats(lambda: (document for _, document in kept()), least, scratch)
+        cuts = stack.enter_context(write_hashed(folder / SPANS, files))
+        sizes = stack.enter_context(write_hashed(folder / _SIZES, files))
+        after = stack.enter_context(new_mask(folder, "kept", len(mask), files))
         after[:] = mask
-        after[gone] = False
-    read_bytes = _sum_read(documents, counts, gone)
-    result = {"documents": len(gone), "read_bytes": read_bytes, "text_bytes": text_bytes}
+        for position, document in kept():
+            spans = find_spans(document)
+            left = without(document, spans) if spans else document
+            size = len(left.text.encode())
+            text_bytes += size
+            if not spans:
+                continue
+            cuts.write(np.array([(position, *span) for span in spans], _ROW).tobytes())
+            if size:
+                sizes.write(np.array([(position, size)], _SIZE).tobytes())
+                changed = [changed[0] + 1, changed[1] + len(document.text) - len(left.text)]
+            else:
+                after[position] = False
+        gone, read_bytes = 0, 0
+        for number, (first, end) in enumerate(pairwise(firsts)):
+            dropped = mask[first:end] & ~after[first:end]
+            gone += int(dropped.sum())
+            read_bytes += int(read_digests(documents, number)["read_bytes"][dropped].sum())
+    result = {"documents": gone, "read_bytes": read_bytes, "text_bytes": text_bytes}
     return {"files": files, "changed": changed, **result}
 
 
@@ -141,18 +160,22 @@ def _find_repeats(
 ) -> Callable[[Document], Spans]:
     """Find the repeats in all documents.
 
-    Return a function that maps a document to the spans to cut.
+    Return a function that returns the spans to cut from a document. It must be called once for each
+    document, in order, while the temporary files in `folder` exist.
     """
-    spans: dict[str, Spans] = {}
-    paragraphs: dict[str, list[int]] = {}
+    runs: Iterator[NDArray[np.int64]] = repeat(np.empty(0, np.int64))
+    paragraphs = runs
     if least.tokens:
-        spans = find_repeated_spans(documents, min_tokens=least.tokens, work_dir=folder)
+        runs = iter(find_repeated_runs(documents(), least.tokens, folder / "runs"))
     if least.characters:
-        paragraphs = find_repeated_paragraphs(documents, min_characters=least.characters)
+        paragraphs = iter(
+            find_repeated_numbers(documents(), least.characters, folder / "paragraphs")
+        )
 
     def find(document: Document) -> Spans:
-        numbers = paragraphs.get(document.id, [])
-        return _merge([*spans.get(document.id, []), *locate_paragraphs(document.text, numbers)])
+        spans = locate_runs(document.text, next(runs), least.tokens or 0)
+        numbers = next(paragraphs).tolist()
+        return _merge(spans + locate_paragraphs(document.text, numbers) if numbers else spans)
 
     return find
 
@@ -166,17 +189,3 @@ def _merge(spans: Spans) -> Spans:
         else:
             merged.append((begin, end))
     return merged
-
-
-def _sum_read(documents: Path, counts: Sequence[int], gone: Sequence[int]) -> int:
-    """Return the total raw size, in bytes, of the removed documents (positions `gone`)."""
-    total, first, places = 0, 0, np.array(gone, dtype=np.int64)
-    for number, count in enumerate(counts):
-        in_shard = places[(places >= first) & (places < first + count)] - first
-        total += (
-            int(read_digests(documents, number)["read_bytes"][in_shard].sum())
-            if len(in_shard)
-            else 0
-        )
-        first += count
-    return total

@@ -40,6 +40,7 @@ from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenize import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
+from bmforge.host_memory import give_back_memory
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.prepare_settings import PrepareConfig
 from bmforge.tokenizers import Tokenizer
@@ -147,7 +148,7 @@ def make_keys(
     near_duplicates = [make_key("near_duplicates", sketches)] if near else []
     left = near_duplicates[0] if near else duplicates
     least = repeats.repeated_spans, repeats.repeated_paragraphs
-    spans = [make_key("spans", left, least)] if any(least) else []
+    spans = [make_key("spans 2", left, least)] if any(least) else []
     left = spans[0] if spans else left
     split = make_key("split", left, config.validation_fraction, config.seed)
     trained = [config.vocab_size, asdict(config.bpe)]
@@ -221,6 +222,7 @@ def run_stages(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained.save_pretrained(folder)
+        give_back_memory()  # training leaves some hundred MB, which the workers need
         return {"files": digest_files(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
@@ -271,6 +273,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
             fraction=config.validation_fraction,
             seed=config.seed,
             bound_bytes=SORT_BYTES,
+            repeats=repeats,
         ),
     )
     if config.validation_fraction > 0 and not split["has_any"]:
@@ -322,7 +325,7 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
     named = {Path(file.path): (file.size_bytes, file.modified_ns) for file in plan.inputs}
     tasks = []
     for shard in plan.shards:
-        paths = {piece.path for piece in shard.pieces} - {TOPICS}
+        paths = {part.path for part in shard.ranges} - {TOPICS}
         tasks.append(
             DocumentsTask(
                 shard=shard,

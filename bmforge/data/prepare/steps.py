@@ -10,7 +10,7 @@ from pathlib import Path
 from bmforge.data.clean.drop import Drop
 from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
-from bmforge.data.clean.license import ANY_LICENSE, KeepLicenses, SayLicense, read_licenses
+from bmforge.data.clean.license import ANY_LICENSE, KeepLicenses, SetLicense, read_licenses
 from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
 from bmforge.data.clean.normalize import normalise
 from bmforge.data.clean.private import MaskPrivate
@@ -73,7 +73,7 @@ def _source_steps(options: FilterConfig) -> list[DocumentStage]:
     """Return the steps that set or check the license of a document, and drop blocked hosts."""
     steps = []
     if options.license:
-        say = SayLicense(read_licenses(options.license))
+        say = SetLicense(read_licenses(options.license))
         steps.append(DocumentStage("license", say, _hash_version(say.version)))
     if options.license_policy != ANY_LICENSE:
         keep = KeepLicenses(options.license_policy)

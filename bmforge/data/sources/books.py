@@ -34,7 +34,10 @@ def _epub_text(parts: ZipParts) -> str:
         except (*UNREADABLE, KeyError):
             parts.damaged += 1
     if parts.damaged and not any(chapters):
-        raise DataError("no chapter of the book can be read.")
+        raise DataError(
+            "the book has no readable chapter, because the EPUB file is damaged or encrypted. "
+            "Remove it from the input."
+        )
     return "\n\n".join(chapter for chapter in chapters if chapter)
 
 
@@ -65,7 +68,7 @@ def _find_package(parts: ZipParts) -> str:
 
     walk_xml(parts.read(_CONTAINER), begin, lambda name: None, lambda data: None)
     if not places:
-        raise DataError(f"the EPUB's {_CONTAINER} lists no package file.")
+        raise DataError(f"the EPUB's {_CONTAINER} lists no package file. Remove it from the input.")
     return places[0]
 
 

@@ -183,7 +183,9 @@ def read_tools(values: Mapping[str, Any], location: str) -> list[dict[str, Any]]
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"{location}: 'tools' is not JSON ({error}).") from error
+            raise DataError(
+                f"{location}: 'tools' is not JSON ({error}). Write a list of JSON schemas."
+            ) from error
         if not tools:
             return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -34,7 +34,7 @@ def find_images(
 
     Raises:
         DataError: an image has no source, is in an answer, or is not a data URI or an existing
-            file; or the record has another number of images than its messages.
+            file; or the numbers of images in the record and in its messages differ.
     """
     listed = record.get("images") or record.get("image") or []
     sources = listed if isinstance(listed, list) else [listed]
@@ -43,7 +43,7 @@ def find_images(
     if left := len(list(remaining)):
         raise DataError(
             f"{location} has {len(sources)} images, but its messages use {len(sources) - left} of "
-            f"them. Mark the place of each image with {_MARK} in a text of the user."
+            f"them. Mark the place of each image with {_MARK} in a message of the user."
         )
     return placed
 
@@ -51,7 +51,7 @@ def find_images(
 def _place(
     message: Message, sources: Iterator[Any], is_marked: bool, location: str, folder: Path
 ) -> Message:
-    """Return a message whose image parts have a source; marks in a text become parts."""
+    """Return a message whose image parts have a source; ``<image>`` in a text becomes a part."""
     content = message["content"]
     if isinstance(content, str):
         if not is_marked or message["role"] != "user" or _MARK not in content:
@@ -71,9 +71,9 @@ def _place(
 def _split(text: str) -> list[dict[str, Any]]:
     """Split a text at its image marks into parts."""
     parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(_MARK)):
+    for number, between in enumerate(text.split(_MARK)):
         parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": piece}] if piece else []
+        parts += [{"type": "text", "text": between}] if between else []
     return parts
 
 
@@ -82,7 +82,7 @@ def _locate(source: Any, role: str, location: str, folder: Path) -> str:
     if not isinstance(source, str) or not source or role != "user":
         raise DataError(
             f"{location} has an image in a message of the role {role!r}, or without a source. Use "
-            "images in messages of the user, as {'type': 'image', 'image': FILE}."
+            "images in user messages, as {'type': 'image', 'image': FILE}."
         )
     if source.startswith("data:"):
         return source

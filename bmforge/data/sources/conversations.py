@@ -122,7 +122,10 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
         with open_unpacked(file) as stream:
             raw = stream.read()
     except OSError as error:
-        raise DataError(f"cannot read {str(file)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read {str(file)!r} ({error}). Check its permissions, and whether it was "
+            "copied completely."
+        ) from error
     try:
         text = decode(raw, f"file {str(file)!r}", errors="strict").text
     except DataError as error:
@@ -161,7 +164,10 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"file {str(file)!r} cannot be read as Parquet ({error}).") from error
+        raise DataError(
+            f"file {str(file)!r} cannot be read as Parquet ({error}). Check whether it was copied "
+            "completely."
+        ) from error
     for number, row in enumerate(rows, 1):
         yield f"{str(file)!r}, row {number}", _without_nulls(row)
 

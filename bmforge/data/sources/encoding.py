@@ -54,7 +54,7 @@ _ESCAPES = (
 )
 _WIDE = ("gb18030", "big5", "cp950", "big5hkscs", "shift_jis", "cp932", "euc_jp")
 _VERY_SURE = 0.9  # minimum score that overrules a declared encoding
-_BAD_OF_WIDE = 0.25  # share of damaged ones among multi-byte characters that are still UTF-8
+_BAD_OF_WIDE = 0.25  # maximum share of damaged multi-byte characters in a text taken as UTF-8
 _LABEL = re.compile(r"[\w.:-]{2,40}")
 _REPLACEMENT = "\ufffd"
 _WINDOWS = {

@@ -23,7 +23,7 @@ __all__ = [
     "score_frequent",
 ]
 
-SURE = 0.75  # least share of common characters beyond ASCII; in a wrong encoding it is below 0.5
+SURE = 0.75  # minimum share of frequent non-ASCII characters; below 0.5 in a wrong encoding
 FEWEST = 4  # minimum non-ASCII characters for detection
 MOST_BAD = 0.02  # share of characters that may be replaced
 _KANA = re.compile("[\u3041-\u30ff]")
@@ -31,19 +31,20 @@ _KANA = re.compile("[\u3041-\u30ff]")
 _PUNCTUATION = "\u2018\u2019\u201c\u201d\u2013\u2014\u2026\u2022\u20ac\u2122\xa0§©«®°±µ·»"
 _SHARED = "áâäçéëíîóôöúüßÁÂÄÇÉËÍÎÓÔÖÚÜ"
 _WESTERN = "àãåæèêìïñòõøùûœÀÃÅÆÈÊÌÏÑÒÕØÙÛŒ¿¡£"
-# Frequent words that are no words of Central European languages or Turkish.
+# Frequent words of Western languages that do not occur in Central European ones or Turkish.
 _WORDS = re.compile(
     r"\b(?:the|and|for|with|that|les|des|une|est|que|qui|dans|pour|una|del|como|che|della|sono|"
     r"non|uma|der|die|das|und|nicht|ist|auf|och|att|ikke|het|een)\b",
     re.I,
 )
-# Runs of three, letters outside of words, and capital letters behind small ones.
+# Evidence against Western text: three adjacent non-ASCII characters, an accented capital letter
+# after a lower-case letter, and accented letters outside of words.
 _LETTER = "\xc0-\xd6\xd8-\xf6\xf8-\xff\u0152\u0153"
 _STRAY = re.compile(
     rf"[^\x00-\x7f]{{3}}|[a-z][\xc0-\xd6\xd8-\xde]|"
     rf"(?<![A-Za-z{_LETTER}])(?![àéèóÀÉÈÓ](?![A-Za-z{_LETTER}]))[{_LETTER}]+(?![A-Za-z{_LETTER}])"
 )
-_MOST_ACCENTS = 0.25  # share of non-ASCII characters; more of them are not Western text
+_MOST_ACCENTS = 0.25  # maximum share of non-ASCII characters in Western text
 
 
 def decode_beginning(raw: bytes, name: str) -> str | None:

@@ -24,6 +24,7 @@ from bmforge.logging import get_logger
 __all__ = [
     "SOURCES",
     "SkipCount",
+    "advise_skipping",
     "list_files",
     "parse_record",
     "python_topics",
@@ -89,7 +90,7 @@ def read_documents(
                 yield from _parse(record, count if skip_bad else None)
         except DataError as error:
             if not skip_bad:
-                raise
+                raise advise_skipping(error) from error
             count.add(str(error))
     if count.count > before:
         lines = "".join(f"\n  {message}" for message in count.messages)
@@ -245,6 +246,10 @@ def parse_record(record: Record) -> Document | Drop:
         raise
     except Exception as error:
         raise DataError(
-            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error}). "
-            "Correct the entry, or skip such entries with skip_bad=True (--skip-bad)."
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})."
         ) from error
+
+
+def advise_skipping(error: DataError) -> DataError:
+    """Return the error for damaged input with a hint at the option that skips such input."""
+    return DataError(f"{error} To skip damaged input, set skip_bad=True (--skip-bad).")

@@ -104,6 +104,7 @@ SOURCES: dict[str, FormatReader] = {
 _BY_SUFFIX = {suffix: kind for kind, source in SOURCES.items() for suffix in source.suffixes}
 _ZIP_KINDS = ("epub", "docx", "pptx", "xlsx", "odf")
 _PAGES = (b"<!doctype html", b"<html")
+_APPLE_DOUBLE = b"\x00\x05\x16\x07"  # RFC 1740; macOS archives have one for each file, ._NAME
 
 
 def kind_of(head: bytes, name: str) -> str:
@@ -113,6 +114,8 @@ def kind_of(head: bytes, name: str) -> str:
         head: first bytes of the stream, as many as are available.
         name: name of the file or member, with or without a compression suffix.
     """
+    if head.startswith(_APPLE_DOUBLE):
+        return ""
     known_kind = _BY_SUFFIX.get(PurePosixPath(inner_name(name)).suffix, "")
     if known_kind in _ZIP_KINDS and head.startswith(b"PK"):
         return known_kind

@@ -29,7 +29,6 @@ __all__ = [
     "read_text_file",
 ]
 
-_WAY_OUT = "Correct the input, or skip invalid input with skip_bad=True (--skip-bad)."
 _LONGEST_LINE_BYTES = 1 << 28
 _LARGEST_JSON_BYTES = 1 << 28
 _SAMPLE_BYTES = 1 << 16
@@ -109,10 +108,10 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not JSON ({error}). {_WAY_OUT}") from error
+        raise DataError(f"file {str(where)!r} is not JSON ({error}).") from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} contains neither objects nor strings. {_WAY_OUT}")
+        raise DataError(f"file {str(where)!r} contains neither objects nor strings.")
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -156,9 +155,9 @@ def _each_line(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
         return
     while raw := stream.readline(_LONGEST_LINE_BYTES + 1):
         yield raw
-        piece = raw
-        while len(piece) > _LONGEST_LINE_BYTES and not piece.endswith(b"\n"):
-            piece = stream.readline(_LONGEST_LINE_BYTES + 1)
+        chunk = raw
+        while len(chunk) > _LONGEST_LINE_BYTES and not chunk.endswith(b"\n"):
+            chunk = stream.readline(_LONGEST_LINE_BYTES + 1)
 
 
 def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document:
@@ -169,7 +168,7 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{location}: the line is not JSON ({error}). {_WAY_OUT}") from error
+        raise DataError(f"{location}: the line is not JSON ({error}).") from error
     text = find_text(record, options.text_field, location)
     metadata = read_metadata(record)
     return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
@@ -200,21 +199,18 @@ def find_text(record: Any, field: str, location: str) -> str:
                     seen = f"the fields {sorted(map(str, record))}"
                 raise DataError(
                     f"{location}: there is no field {field!r} (the line has {seen}). Select a "
-                    f"field with text_field=... (--text-field). {_WAY_OUT}"
+                    "field with text_field=... (--text-field)."
                 )
     if text is None:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"{location}: field {field!r} is of type {type(text).__name__} (needed: a "
-            f"string). {_WAY_OUT}"
+            f"{location}: field {field!r} is of type {type(text).__name__} (needed: a string)."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{location}: the text is not valid Unicode ({error}). {_WAY_OUT}"
-        ) from error
+        raise DataError(f"{location}: the text is not valid Unicode ({error}).") from error
     return text
 
 

@@ -250,8 +250,8 @@ def _main_items(
 ) -> Iterator[tuple[int, int]]:
     """Yield the range of each list or caption of the main text, which is from `begin` to `end`.
 
-    A list before the main text is separated from it by blank lines at most. A list behind it may
-    follow lines that the extractor kept, such as a heading or a table.
+    Only blank lines may separate a list before the main text from it. Between the main text and a
+    list after it there may also be lines that the extractor kept, such as a heading or a table.
     """
     first = begin
     while begin > 0 and (lines[begin - 1].is_item or not lines[begin - 1].plain):
@@ -262,7 +262,7 @@ def _main_items(
         if start >= end:
             if any(lines[at].plain and not by_reader[at] for at in range(end, start)):
                 return
-            # Two adjacent links belong to a menu directly behind the list.
+            # Two adjacent links are the beginning of a menu that follows the list.
             menu = (at for at in range(start, stop - 1) if _is_menu(lines[at : at + 2]))
             end = stop = next(menu, stop)
         run = lines[start:stop]

@@ -90,7 +90,7 @@ class _Guarded(io.RawIOBase):
             # Unlike read, read1 returns the data in front of a truncation before it raises.
             data = self._unpacked.read1(len(buffer))
         except lzma.LZMAError as error:
-            raise OSError(f"the xz data are damaged ({error})") from error
+            raise OSError(f"the file contains damaged xz data ({error})") from error
         buffer[: len(data)] = data
         self._count_bytes += len(data)
         allowed = max(_LARGE_BYTES, _HIGHEST_RATIO * self._packed.tell())
@@ -146,7 +146,7 @@ class _ZstdReader(io.RawIOBase):
             try:
                 self._plain = self._frame.decompress(self._packed)
             except self._error as error:
-                raise OSError(f"the zstd data are damaged ({error})") from error
+                raise OSError(f"the file contains damaged zstd data ({error})") from error
             self._packed = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = None

@@ -22,7 +22,7 @@ _LEAST_PAGES = 3  # pages on which a line must recur to be a running header
 _EDGE_LINES = 2
 _NUMBERS = re.compile(r"[0-9]{1,6}")
 _TORN = re.compile("(\\w)[-\u00ad\u2010]\n(?=[a-zà-öø-ÿß])")
-_SIGN = re.compile("[\ufffe\x02]\n?")  # pdfium's mark of a hyphen and line end
+_SIGN = re.compile("[\ufffe\x02]\n?")  # pdfium's character for a hyphen at a line end
 _UNPLACED = " \ufffe\x02"
 _WORD = re.compile("[^ \ufffe\x02]+")
 _COLUMN_GAP = 1.5  # in line heights

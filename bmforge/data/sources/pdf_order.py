@@ -16,8 +16,8 @@ __all__ = ["PlacedLine", "order_lines"]
 
 _LOOK_BACK = 8  # previous lines searched for one in the same column
 _UPWARD = 0.1  # maximum share of lines above the previous line of their column
-_HEAD_GAP = 1.5  # times the usual gap; a single line this far away is a header or footer
-_GUTTER = 0.8  # in line heights: wider than gaps between words
+_HEAD_GAP = 1.5  # minimum gap to a header or footer, as a multiple of the usual gap
+_GUTTER = 0.8  # minimum gap between columns in line heights; gaps between words are narrower
 
 
 _ROWS = 4  # minimum rows of two columns

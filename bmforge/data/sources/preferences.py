@@ -10,6 +10,7 @@ github.com/hiyouga/LLaMA-Factory (data/README.md).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,8 @@ def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> Prefere
     if isinstance(chosen, str) or isinstance(rejected, str):
         if isinstance(prompt, list):  # the answers of a conversation may be texts
             chosen, rejected = ([_answer(text)] for text in (chosen, rejected))
+        else:
+            _refuse_system(values, location)
         return PreferenceExample(location, prompt, chosen, rejected, margin, **shared)
     if _repeats_prompt(prompt, chosen):
         prompt = None
@@ -122,6 +125,16 @@ def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> Prefere
     for answer in (chosen, rejected):
         _check_answer(answer, location)
     return PreferenceExample(location, prompt, chosen, rejected, margin, **shared)
+
+
+def _refuse_system(values: Mapping[str, Any], location: str) -> None:
+    """Raise `DataError` if a record whose prompt and answers are texts has a system message."""
+    if values.get("system"):
+        raise DataError(
+            f"{location}: 'system' has no effect, because prompt and answers are texts, which are "
+            "not rendered with the chat template. Leave it out, or write the prompt as a list of "
+            "messages."
+        )
 
 
 def _answer(text: Any) -> Message:
@@ -197,6 +210,11 @@ def _check_answer(messages: Content, location: str) -> None:
         )
 
 
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
 def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
     """Return the preference margin: ``margin`` or the score difference; None if missing."""
     chosen, rejected = (
@@ -205,8 +223,8 @@ def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
     )
     margin = values.get("margin")
     numbers = [n for n in (chosen, rejected, margin) if n is not None]
-    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
-        raise DataError(f"{location}: the margin and the scores must be numbers.")
+    if not all(_is_number(n) for n in numbers):
+        raise DataError(f"{location}: the margin and the scores must be finite numbers.")
     if margin is not None:
         return float(margin)
     return None if chosen is None or rejected is None else float(chosen) - float(rejected)
@@ -216,10 +234,14 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
     """Build a preference from the best and the worst of several answers with scores."""
     answers, scores = values["completions"], values["scores"]
     fits = isinstance(answers, list) and isinstance(scores, list) and len(answers) == len(scores)
-    if not fits or len(answers) < 2 or not all(isinstance(s, (int, float)) for s in scores):
+    if not fits or len(answers) < 2 or not all(_is_number(score) for score in scores):
         raise DataError(
             f"{location}: 'completions' and 'scores' must be lists of the same length, at least "
-            "2, with numbers as scores."
+            "2, with finite numbers as scores."
+        )
+    if min(scores) == max(scores):
+        raise DataError(
+            f"{location}: all 'scores' are {scores[0]}, so no answer is preferred. Remove it."
         )
     order = sorted(range(len(scores)), key=lambda number: scores[number])
     pair = {"chosen": answers[order[-1]], "rejected": answers[order[0]]}
@@ -241,11 +263,15 @@ def _read_marked(
     elif answer is not None:
         answer = _read_content(answer, location, "completion")
     if answer is None or prompt is None or not prompt:
-        raise DataError(f"{location}: a labeled answer needs 'prompt' and 'completion'.")
+        raise DataError(
+            f"{location}: a labeled answer needs 'prompt' and 'completion'. Add the missing field."
+        )
     if isinstance(answer, list) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(answer, str) and isinstance(prompt, list):
         answer = [_answer(answer)]
+    if isinstance(answer, str):
+        _refuse_system(values, location)
     _check_answer(answer, location)
     return PreferenceExample(
         location, prompt, answer if label else None, None if label else answer, **shared

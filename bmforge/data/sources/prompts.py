@@ -30,7 +30,7 @@ class PromptRecord:
 
     Args:
         source: file and line, entry or row, for error messages.
-        content: text, or messages; the last message is not the assistant's.
+        content: text, or messages, the last of which is not from the assistant.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         variables: variables of the chat template.
         columns: the record's other fields.
@@ -66,8 +66,8 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
         content = [_read_message(message, source) for message in content]
         if content[-1]["role"] == "assistant":
             raise DataError(
-                f"{source}: the prompt must not end with a message of the assistant. Remove the "
-                "last message."
+                f"{source}: the prompt must not end with an assistant message. Remove the last "
+                "message."
             )
     elif not isinstance(content, str) or not content:
         raise DataError(
@@ -94,7 +94,7 @@ def _read_prompt(record: Any, source: str) -> PromptRecord:
     if isinstance(content, str) and (tools or variables):
         name = "tools" if tools else "chat_template_kwargs"
         raise DataError(
-            f"{source}: {name!r} has no effect, because the prompt is a text, which is not "
+            f"{source}: {name!r} has no effect, because the prompt is a string, which is not "
             "rendered with the chat template. Leave the field out, or write the prompt as a list "
             "of messages."
         )

@@ -82,7 +82,9 @@ def _keep_stream(name: Name, target: Path, number: int) -> Path:
         with Path(name).open("rb") as stream:
             return _keep(stream, target / f"{number}-{Path(name).name}")
     except OSError as error:
-        raise ConfigError(f"input {str(name)!r} cannot be read as a stream ({error}).") from error
+        raise ConfigError(
+            f"input {str(name)!r} cannot be read as a stream ({error}). Check its permissions."
+        ) from error
 
 
 def _keep(stream: BinaryIO, path: Path) -> Path:

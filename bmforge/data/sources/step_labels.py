@@ -73,7 +73,7 @@ def _read_record(location: str, record: Any) -> StepExample:
     if len(steps) != len(labels):
         raise DataError(
             f"{location}: 'labels' has {len(labels)} entries for {len(steps)} steps. Write one "
-            "label for each text of 'completions'."
+            "label for each string of 'completions'."
         )
     marks = tuple(_read_label(label, location) for label in labels)
     fields = {k: v for k, v in values.items() if k not in _READ and v not in (None, "", [])}

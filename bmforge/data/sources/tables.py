@@ -21,7 +21,7 @@ from bmforge.data.sources.encoding import (
 )
 from bmforge.data.sources.lines import find_text
 from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
-from bmforge.data.sources.record import ReadOptions, Record, Where
+from bmforge.data.sources.record import ReadOptions, Record, Where, fail
 from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["read_arrow", "read_csv", "read_parquet", "read_tsv"]
@@ -57,21 +57,75 @@ def _read_rows(
         head = head.removeprefix(codecs.BOM_UTF8.decode(_RAW))
     shown = _decode_field(head, f"{where}:1", options).text if is_raw else head
     delimiter = _find_delimiter(shown, options.text_field, dialect)
-    rows = csv.reader(chain([head] if head else [], clean), dialect, delimiter=delimiter)
-    try:
-        names = next(rows, None)
-        if names is None:
-            raise DataError(f"file {str(where)!r} is empty. Remove it from the input.")
-        if is_raw:
-            names = [_decode_field(name, f"{where}:1", options).text for name in names]
-        find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
-        for row in rows:
-            if row:
-                parse = partial(_parse_row, names, row, where, rows.line_num, options, is_raw)
-                size = len("".join(row).encode(_RAW if is_raw else "utf-8", "replace"))
-                yield Record(where.place(rows.line_num), size, parse)
-    except csv.Error as error:
-        raise DataError(f"{where}:{rows.line_num} is not a valid table row ({error}).") from error
+    rows = _split_rows(chain([head] if head else [], clean), where, dialect, delimiter)
+    _, names = next(rows, (0, []))
+    if isinstance(names, Record) or not names:
+        raise DataError(
+            f"file {str(where)!r} has no row of column names. Remove it from the input."
+        )
+    if is_raw:
+        names = [_decode_field(name, f"{where}:1", options).text for name in names]
+    find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
+    if names.count(options.text_field) > 1:
+        raise DataError(f"{where}:1: several columns have the name {options.text_field!r}.")
+    for line, row in rows:
+        if isinstance(row, Record):
+            yield row
+        elif row:
+            parse = partial(_parse_row, names, row, where, line, options, is_raw)
+            size = len("".join(row).encode(_RAW if is_raw else "utf-8", "replace"))
+            yield Record(where.place(line), size, parse)
+
+
+def _split_rows(
+    lines: Iterator[str], where: Where, dialect: str, delimiter: str
+) -> Iterator[tuple[int, list[str] | Record]]:
+    """Yield the number of each row's last line, and its fields or an error record.
+
+    A quotation mark without its counterpart makes several lines one row. Tables with tabs often
+    have such marks, as many programs do not quote fields there. Their lines are then rows if the
+    marks are not those of a quoted field, or if each line has all columns. In other tables, such a
+    row is an error, because its lines cannot be separated.
+    """
+    taken: list[str] = []  # lines of the current row
+
+    def take() -> Iterator[str]:
+        for line in lines:
+            taken.append(line)
+            yield line
+
+    reader = csv.reader(take(), dialect, delimiter=delimiter, strict=True)
+    num_tabs: int | None = None
+    while True:
+        taken.clear()
+        first = reader.line_num + 1
+        row: list[str] | None = None
+        try:
+            row = next(reader, None)
+            if row is None:
+                return
+        except csv.Error as error:
+            if len("".join(taken)) > _LONGEST_FIELD:
+                raise DataError(f"{where}:{first} is not a valid table row ({error}).") from error
+        if num_tabs is None:
+            num_tabs = len(row or ()) - 1
+        is_split = row is None or (
+            len(taken) > 1 and num_tabs > 0 and all(line.count("\t") == num_tabs for line in taken)
+        )
+        if delimiter == "\t" and is_split:
+            for number, line in enumerate(taken, first):
+                yield number, line.rstrip("\r\n").split("\t")
+        elif row is None and len(taken) == 1 and taken[0].count('"') % 2 == 0:  # as in: "a" b
+            yield first, next(csv.reader(taken, dialect, delimiter=delimiter))
+        elif row is None:
+            failure = DataError(
+                f"{where}:{first}: a quotation mark has no counterpart, so that lines {first} to "
+                f"{reader.line_num} cannot be separated into rows."
+            )
+            size = len("".join(taken).encode("utf-8", "surrogateescape"))
+            yield reader.line_num, fail(where.place(first), size, failure)
+        else:
+            yield reader.line_num, row
 
 
 def _choose_encoding(sample: bytes, where: Where, options: ReadOptions) -> tuple[str, bool]:

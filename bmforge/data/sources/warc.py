@@ -201,7 +201,10 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
         yield at, raw, "" if is_next else "its length is wrong"
 
 
-def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -> Document | Drop:
+def _parse_record(
+    raw: bytes, where: Where, number: int, options: ReadOptions, default_kind: str = ""
+) -> Document | Drop:
+    """Parse a record; `default_kind` is the content type of a response that states none."""
     warc = _import(where)
     record_where = Where(where.source, where.place(number))
     try:
@@ -220,7 +223,8 @@ def _parse_record(raw: bytes, where: Where, number: int, options: ReadOptions) -
             status = record.http_headers.status_code
             if status != 200:
                 return Drop("http_status", status, 200, url)
-            kind, charset = (record.http_content_type or ""), (record.http_charset or "")
+            kind = record.http_content_type or default_kind
+            charset = record.http_charset or ""
             # Bodies are decompressed here with a limit, as a small one may expand without bound.
             body = record.reader.read(_LARGEST_BYTES + 1)
             if len(body) > _LARGEST_BYTES:
@@ -312,10 +316,14 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 def _parse_arc(
     body: bytes, words: list[str], where: Where, number: int, options: ReadOptions
 ) -> Document | Drop:
-    head, mark, content = body.partition(b"\r\n\r\n")
-    status = head.split(b" ", 2)[1:2] if head.startswith(b"HTTP/") else [b"200"]
-    if status != [b"200"]:
-        return Drop("http_status", status[0].decode("ascii", "replace"), 200, words[0])
-    content = content if mark and head.startswith(b"HTTP/") else body
-    record_where = Where(where.source, where.place(number))
-    return parse_payload(content, words[3].partition(";")[0], "", words[0], record_where, options)
+    url, date, kind = words[0], words[2], words[3].partition(";")[0]
+    if not body.startswith(b"HTTP/"):
+        record_where = Where(where.source, where.place(number))
+        return parse_payload(body, kind, "", url, record_where, options)
+    # As a WARC record, so that the HTTP headers (encodings, charset) have the same effect.
+    head = (
+        f"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: {url}\r\n"
+        f"WARC-Date: {date[:4]}-{date[4:6]}-{date[6:8]}\r\nContent-Length: {len(body)}\r\n"
+        "Content-Type: application/http; msgtype=response\r\n\r\n"
+    )
+    return _parse_record(head.encode() + body + b"\r\n\r\n", where, number, options, kind)

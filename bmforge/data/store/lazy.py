@@ -71,18 +71,18 @@ class LazyArray(ABC):
         return places
 
     def _slice(self, start: int, stop: int) -> NDArray[Any]:
-        pieces = []
+        parts = []
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             begin, end = int(self._starts[number]), int(self._ends[number])
             last = min(stop, end)
             if last > start:
-                pieces.append(self._read(number, start - begin, last - begin))
+                parts.append(self._read(number, start - begin, last - begin))
                 start = last
             number += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty(0, dtype=self.dtype)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
 
     def _places(self, places: NDArray[np.int64]) -> NDArray[Any]:
         values = np.empty(len(places), dtype=self.dtype)

@@ -237,8 +237,11 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in _NAMES:
             raise DataError(
                 f"the pickle references {module}.{name}"[:200]
-                + ", which could run arbitrary code, so it is refused. Only numbers, texts, "
-                "lists, dicts and numeric arrays are read. Save the data again as these types."
+                + (
+                    ", which could run arbitrary code, so it is refused. Only numbers, strings, "
+                    "lists, dicts and numeric arrays are read. Save the data again as these "
+                    "types."
+                )
             )
         return _NAMES[module, name]
 

@@ -107,7 +107,7 @@ def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) ->
     """
     _check_pairs(predicted, answers)
     if not all(answers):
-        raise ShapeError("every question needs at least one accepted answer to be scored.")
+        raise ShapeError("answers must contain at least one accepted answer for every question.")
     pairs = list(zip(predicted, answers, strict=True))
     f1 = sum(max(token_f1(text, right) for right in accepted) for text, accepted in pairs)
     em = sum(
@@ -177,7 +177,7 @@ def corpus_bleu(
     """
     _check_pairs(predicted, answers)
     if not all(answers):
-        raise ShapeError("every example needs at least one correct text to be scored.")
+        raise ShapeError("answers must contain at least one reference text for every example.")
     right, total = [0] * longest, [0] * longest
     length = nearest = 0
     for text, accepted in zip(predicted, answers, strict=True):

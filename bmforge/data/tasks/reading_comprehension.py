@@ -53,8 +53,8 @@ def _blanks(
     row: TaskRecord, text: str, choices: tuple[str, ...], answers: Mapping[str, Any]
 ) -> Iterator[TaskExample]:
     """Yield one example for each blank, such as #idiom000123#, in a text."""
-    for piece in text.split(_BLANK)[1:]:
-        name = f"{_BLANK}{piece.partition('#')[0]}#"
+    for after in text.split(_BLANK)[1:]:
+        name = f"{_BLANK}{after.partition('#')[0]}#"
         label = answers.get(name)
         if label is not None and label not in range(len(choices)):
             raise DataError(

@@ -59,7 +59,8 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
         head = next(lines, "").rstrip("\r\n").split("\t")
         if text not in head:
             raise DataError(
-                f"{str(path)!r}, line 1: the header {head!r:.80} has no column {text!r}."
+                f"{str(path)!r}, line 1: the header {head!r:.80} has no column {text!r}. Use the "
+                "file as it was published."
             )
         for number, line in enumerate(lines, 2):
             cells = line.rstrip("\r\n").split("\t")

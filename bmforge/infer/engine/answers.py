@@ -11,9 +11,9 @@ from torch import Tensor
 
 from bmforge.infer.engine.batch_choice import Draw, TokenChoice, narrow_sampled
 from bmforge.infer.engine.constraint import Matcher
+from bmforge.infer.engine.reasoning_span import MatcherAfterReasoning, ReasoningSpan
 from bmforge.infer.engine.request import Completion, FinishReason, OutputDelta, TokenLogprob
 from bmforge.infer.engine.text_stream import TextStream, token_data
-from bmforge.infer.engine.thought_budget import ThoughtBudget
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import (
     check_scores,
@@ -81,7 +81,7 @@ class Answer:
         hidden: ids whose text is omitted.
         before: ids of the text before the answer, for detokenization.
         matcher: state of the constraint; None for an unconstrained answer.
-        thoughts: limit on the reasoning; None for no limit.
+        thoughts: span of the reasoning, with its limit; None for no limit.
 
     Attributes:
         ids: generated tokens.
@@ -99,8 +99,8 @@ class Answer:
         vocabulary: Vocabulary,
         hidden: Sequence[int] = (),
         before: Sequence[int] = (),
-        matcher: Matcher | None = None,
-        thoughts: ThoughtBudget | None = None,
+        matcher: Matcher | MatcherAfterReasoning | None = None,
+        thoughts: ReasoningSpan | None = None,
     ) -> None:
         self.index, self.config, self._thoughts = index, config, thoughts
         self.ids: list[int] = []

@@ -14,12 +14,14 @@ from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
 from bmforge.infer.engine.divide import DeviceRoom, Divided, divide_blocks
 from bmforge.infer.engine.memory_plan import MemoryPlan
+from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.infer.engine.runtime import runtime_bytes
-from bmforge.infer.engine.workspace import Workspace, find_workspace
+from bmforge.infer.engine.workspace import Workspace, find_workspace, largest_call
 from bmforge.memory.packed import packed_bytes
 from bmforge.memory.spill import format_bytes
 from bmforge.memory.streamed_experts import LEAST_EXPERTS, expert_bytes, find_experts
+from bmforge.models.base import Model
 from bmforge.records import units_of
 
 __all__ = [
@@ -49,6 +51,10 @@ class EngineConfig:
         stream_experts: read experts from the directory when the router chooses them, and cache
             the most recently used; everything else is resident. Gradients are not supported.
         beside_bytes: part of the budget reserved for adapters that are attached later.
+        only_requests: plan memory for batched requests only, as a server sends. Their prompts are
+            computed in chunks of `requests.max_num_batched_tokens`, so the largest step needs much
+            less memory than `max_rows` whole prompts; `generate` and other calls then accept one
+            sequence at a time. Models whose requests are not batched ignore it.
         requests: limits of batched requests.
     """
 
@@ -57,6 +63,7 @@ class EngineConfig:
     spill_directory: Path | None = None
     stream_experts: bool = False
     beside_bytes: int = 0
+    only_requests: bool = False
     requests: RequestsConfig = field(default_factory=RequestsConfig)
 
     def __post_init__(self) -> None:
@@ -84,6 +91,20 @@ class EngineConfig:
             )
         return tokens
 
+    def call_rows_of(self, model: nn.Module) -> int:
+        """Return the maximum batch size of a call for a model, in sequences."""
+        return largest_call(self.max_rows, self.tokens_of(model), self._chunk_tokens_of(model))
+
+    def workspace_of(self, model: nn.Module) -> Workspace:
+        """Return the memory that a model needs in addition to its weights, in bytes."""
+        chunk = self._chunk_tokens_of(model)
+        return find_workspace(model, self.max_rows, self.tokens_of(model), chunk)
+
+    def _chunk_tokens_of(self, model: nn.Module) -> int | None:
+        """Return the maximum number of tokens in a step; None for whole batches of prompts."""
+        is_chunked = self.only_requests and isinstance(model, Model) and can_pack(model)
+        return self.requests.max_num_batched_tokens if is_chunked else None
+
 
 def plan_memory(
     model: nn.Module,
@@ -108,7 +129,7 @@ def plan_memory(
     budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
     tokens, beside = config.tokens_of(model), config.beside_bytes
-    work = find_workspace(model, config.max_rows, tokens)
+    work = config.workspace_of(model)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
     both = work.cache_bytes + work.step_bytes
     rooms = [

@@ -30,7 +30,7 @@ class Constraint:
     Args:
         kind: language of `source`: a JSON schema, a regular expression (Rust syntax; also used for
             choices), or a Lark grammar.
-        source: schema, pattern or grammar as text.
+        source: schema, pattern or grammar as a string.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -63,10 +63,10 @@ class Constraint:
 
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
-        """Create a constraint that allows only one of the given texts."""
+        """Create a constraint that allows only one of the given strings."""
         if isinstance(texts, str) or not texts or not all(texts):
             raise ConfigError(
-                f"choices={texts!r} must contain at least one text and no empty texts."
+                f"choices={texts!r} must contain at least one string and no empty strings."
             )
         return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
 

@@ -23,7 +23,6 @@ from bmforge.infer.engine.packed_step import PackedStep, can_pack
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.scheduler import Sequence, SequenceChunk
 from bmforge.infer.engine.speculate import GUESSED_LATER
-from bmforge.infer.engine.workspace import find_workspace
 from bmforge.memory.packed import packed_bytes
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
@@ -61,7 +60,7 @@ def open_draft(
     if budget_bytes is None:
         return draft, tokens, 0
     tensors = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
-    work = find_workspace(draft, config.max_rows, config.tokens_of(draft))
+    work = config.workspace_of(draft)
     size = sum(map(packed_bytes, tensors.values())) + work.cache_bytes + work.step_bytes
     if size >= budget_bytes:
         raise ConfigError(

@@ -256,7 +256,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     """Convert inputs to a tensor, to texts with their tokenizer, or to lists of token ids.
 
     Args:
-        inputs: a text, texts, lists of ids, or a tensor.
+        inputs: a string, strings, lists of token ids, or a tensor.
         open_tokenizer: function that returns the model's tokenizer; called only for texts.
         device: compute device.
 
@@ -268,7 +268,7 @@ def name_inputs(inputs: Any, open_tokenizer: Callable[[], Any], device: torch.de
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     if not items or not all(item.strip() if isinstance(item, str) else len(item) for item in items):
         raise ConfigError(
-            "the list of texts is empty or contains an empty text. Pass at least one text, and "
-            "no empty texts."
+            "the list of texts is empty or contains an empty string. Pass at least one non-empty "
+            "string."
         )
     return [(item, open_tokenizer()) if isinstance(item, str) else list(item) for item in items]

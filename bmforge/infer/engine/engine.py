@@ -126,6 +126,7 @@ class Engine:
                 vocabulary = self.tokenizer.get_vocab() if spelled and self._directory else None
                 check_draft(self.model, self._draft, vocabulary, spelled)
             self.plan = plan(self.model)
+            self._call_rows = self.config.call_rows_of(self.model)
             self._streamers, give_back = place_weights(plan=self.plan)
             self._given.callback(give_back)
         except BaseException:
@@ -135,7 +136,7 @@ class Engine:
         # A full accelerator has memory for the planned tensors only.
         is_full = self.plan.moved_bytes and not is_host(self.device)
         if device_budget_bytes is not None or is_full or self.plan.others:
-            limit = self.config.max_rows, self.config.tokens_of(self.model)
+            limit = self._call_rows, self.config.tokens_of(self.model)
             self._guard = self.model.register_forward_pre_hook(
                 partial(check_size, limit), with_kwargs=True
             )
@@ -193,7 +194,7 @@ class Engine:
         """Continue one or several prompts.
 
         Args:
-            prompts: a text or a list of texts, in the prompt format of the model family
+            prompts: a string or a list of strings, in the prompt format of the model family
                 (`write_text`); a list of token ids or of such lists; or a tensor (B, T) as in
                 `bmforge.infer.generate`.
             options: fields of `GenerationConfig`; for token ids also `attention_mask` and
@@ -204,7 +205,7 @@ class Engine:
             `num_return_sequences` above 1, each text or list of ids becomes a list of several.
 
         Raises:
-            ConfigError: there is no prompt or an empty one, there are more rows or tokens than
+            ConfigError: there is no prompt or an empty one, there are more sequences or tokens than
                 planned, or an option does not apply.
             ShapeError: ids are outside of the vocabulary.
         """
@@ -307,7 +308,7 @@ class Engine:
         """Queue a `fill_documents` request and return its future; see `submit_embed`."""
         self._check("submit_documents", writes=True)
         deltas = check_names(self.model, options.pop("delta", None))
-        arguments = {"batch_size": min(8, self.config.max_rows), **options}
+        arguments = {"batch_size": min(8, self._call_rows), **options}
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
         return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
 
@@ -319,7 +320,7 @@ class Engine:
     def embed(self, inputs: Any, *, delta: DeltaChoice = None, **options: Any) -> Tensor:
         """Return an embedding of every input, (B, D); see `encode.embed`."""
         with self.turn("embed", writes=False, delta=delta) as model:
-            return embed(model, self._ids(inputs), max_rows=self.config.max_rows, **options)
+            return embed(model, self._ids(inputs), max_rows=self._call_rows, **options)
 
     def fill_mask(self, texts: Any, *, top: int = 5, delta: DeltaChoice = None) -> Any:
         """Return the most likely tokens for every mask token of texts; see `encode.fill_mask`."""
@@ -329,7 +330,7 @@ class Engine:
     def classify(self, inputs: Any, *, delta: DeltaChoice = None) -> Tensor:
         """Return the class probabilities of inputs; see `encode.classify`."""
         with self.turn("classify", writes=False, delta=delta) as model:
-            return classify(model, self._ids(inputs), max_rows=self.config.max_rows)
+            return classify(model, self._ids(inputs), max_rows=self._call_rows)
 
     def score(self, pairs: Sequence[tuple[str, str]], *, delta: DeltaChoice = None) -> list[float]:
         """Return the mean loss of the text of each (prompt, text) pair, in nats per token."""
@@ -341,7 +342,7 @@ class Engine:
     ) -> Any:
         """Fill CPM-Bee documents; see `bmforge.infer.openbmb.documents.fill_documents`."""
         with self.turn("fill_documents", delta=delta) as model:
-            arguments = {"batch_size": min(8, self.config.max_rows), **options}
+            arguments = {"batch_size": min(8, self._call_rows), **options}
             return fill_documents(model, self.tokenizer, documents, **arguments)
 
     def fill_blanks(self, text: str, *, delta: DeltaChoice = None, **options: Any) -> list[str]:

@@ -25,6 +25,8 @@ def check_size(
 ) -> None:
     """Forward pre-hook that raises an error if a batch exceeds the memory plan.
 
+    Without a KV cache, more and shorter sequences are allowed, up to the same number of tokens.
+
     Raises:
         ConfigError: the call exceeds the limits; the message names sizes and limits.
     """
@@ -37,11 +39,13 @@ def check_size(
         rows, tokens = tensor.shape[0], past + (tensor.shape[1] if tensor.dim() > 1 else 1)
         if tensor.dim() == 4:  # images
             tokens = 0
-        if rows > limit[0] or tokens > limit[1]:
+        is_cached = kwargs.get("cache") is not None or not tokens
+        most = limit[0] if is_cached else limit[0] * limit[1] // tokens
+        if rows > most or tokens > limit[1]:
             raise ConfigError(
-                f"{name} has {rows} rows of {tokens} tokens, more than the engine's memory plan "
-                f"allows (max_rows={limit[0]}, max_tokens={limit[1]}). Pass a smaller batch, or "
-                "create the engine with a larger EngineConfig."
+                f"{name} has {rows} sequences of {tokens} tokens, more than the engine's memory "
+                f"plan allows (max_rows={limit[0]}, max_tokens={limit[1]}). Pass a smaller batch, "
+                "or create the engine with a larger EngineConfig."
             )
 
 

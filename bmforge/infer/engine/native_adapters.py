@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bmforge.infer.engine.native_structures import LowRankUpdate, LowRankUpdates, PrefixPair
 from bmforge.nn.adapter_selection import Selection, active_selection, choice_of, weight_of
 from bmforge.nn.low_rank import LowRank
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.product_kernels import PLAIN_KINDS
 
@@ -30,7 +30,7 @@ def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
     """
     return {
         name: part
-        for name, part in ([] if module is None else beside_parts(module))
+        for name, part in ([] if module is None else adapters_of(module))
         if type(part) is LowRank
         and part.magnitude is None
         and part.bias is None

@@ -1,7 +1,7 @@
 """Arguments of one call of the C++ decoding step: tokens, masks, positions, keys and values.
 
 `CacheCall` is for sequences of equal length in a `KVCache`. `PackedCall` is for tokens of several
-sequences, concatenated into one row; each sequence has its pages in a `PagedCache`.
+sequences, concatenated along the token dimension; each sequence has its pages in a `PagedCache`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
 from bmforge.nn.product_kernels import PLAIN_KINDS, compile_sources
 from bmforge.nn.products import load_kernels
-from bmforge.nn.tracing import is_watched
+from bmforge.nn.tracing import is_tracing
 
 __all__ = ["NativeStep", "load_step"]
 
@@ -36,7 +36,7 @@ _INPUTS = frozenset({"rope", "cache", "memory", "memory_mask"})
 
 @cache
 def load_step(variant: str | None = None) -> ctypes.CDLL | None:
-    """Return the compiled step of a variant (default: the fastest); None if compilation fails."""
+    """Compile and load the C++ step for a CPU variant (default: the fastest); None on failure."""
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
@@ -47,7 +47,7 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
 
 
 class _Segment:
-    """Consecutive supported blocks, or a single unsupported block."""
+    """Consecutive blocks that the C++ step supports, or a single block that torch runs."""
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
@@ -244,7 +244,7 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 def _may_run(x: Tensor) -> bool:
     """Return True if `x` is a CPU tensor without gradients, tracing, hooks and autocast."""
-    if torch.is_grad_enabled() or is_watched():
+    if torch.is_grad_enabled() or is_tracing():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS
     hooked = any(hooks for hooks in _GLOBAL_HOOKS)

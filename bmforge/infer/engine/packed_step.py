@@ -1,4 +1,4 @@
-"""One model step for tokens of many sequences, concatenated into one row.
+"""One model step for tokens of many sequences, concatenated along the token dimension.
 
 Results must not depend on the other sequences in the step. The C++ decoding step guarantees this
 for every token; operations outside of the blocks use matrix products with a fixed summation order
@@ -28,7 +28,7 @@ from bmforge.nn import LMHead, RopeSpec
 from bmforge.nn.adapter_selection import run_with_selection
 from bmforge.nn.host_rows import FEWEST_VALUES
 from bmforge.nn.norm import RMSNorm
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 from bmforge.nn.position import outdates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
@@ -56,7 +56,7 @@ _FEW_TOKENS = 16
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if the model supports sequences concatenated into one row.
+    """Return True if the model supports sequences concatenated along the token dimension.
 
     Causal decoders that use bmforge's KV cache support it.
     """
@@ -79,8 +79,8 @@ def shares_passes(model: Any) -> bool:
 class PackedStep:
     """Runs the model for the sequences of a step.
 
-    If weights are streamed, or on an accelerator, sequences also share torch's forward passes, and
-    results are equal only up to rounding.
+    If weights are streamed or the device is an accelerator, sequences share torch's forward passes,
+    so their results may differ by rounding from those of separate passes.
 
     Args:
         model: model supported by `can_pack`; call `look_again` after changing it.
@@ -218,7 +218,7 @@ class PackedStep:
         x: Tensor | None = None,
         rope: dict[str, Any] | None = None,
     ) -> Tensor:
-        """Run the blocks in torch; return the logits of the tokens that need them, (M, V)."""
+        """Run the blocks in torch; return the logits of the requested tokens, (M, V)."""
         if x is None or rope is None:
             x, rope = self._embed(tables)
         self.cache.rows, self.cache.tables = tables.rows, tables
@@ -227,7 +227,7 @@ class PackedStep:
         return self._score_of(out, tables)
 
     def _score_of(self, out: Tensor, tables: StepTables | FixedTables) -> Tensor:
-        """Return the logits of the tokens that need them: (1, T, D) -> (M, V) in fp32."""
+        """Return the logits of the requested tokens: (1, T, D) -> (M, V) in fp32."""
         scored = tables.at(self.cache.device).scored.to(out.device)
         return self._score(out[0].index_select(0, scored))
 
@@ -271,7 +271,7 @@ def _norm_rows(model: Any) -> int:
     if model.spec.embed_size or type(norm) not in (RMSNorm, torch.nn.LayerNorm):
         return 1
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or wrappers_of(norm)
-    if has_hooks or any(True for _ in beside_parts(norm)):
+    if has_hooks or any(True for _ in adapters_of(norm)):
         return 1
     return max(1, (FEWEST_VALUES - 1) // model.config.hidden_size)
 
@@ -282,7 +282,7 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
     Shape:
         x: (M, D) -> (M, V)
     """
-    if any(True for _ in beside_parts(head)) or head.vocab is not None or head._forward_hooks:
+    if any(True for _ in adapters_of(head)) or head.vocab is not None or head._forward_hooks:
         return torch.cat([head(state[None]) for state in x])
     if type(head) is QuantizedHead:
         return torch.cat([head(some) for some in x.split(_FEW_TOKENS)])

@@ -232,8 +232,8 @@ class PagedCache:
             ShapeError: always.
         """
         raise ShapeError(
-            "a paged KV cache stores several sequences in one row, so attention layers must "
-            "call its method `attend`."
+            "a paged KV cache concatenates the tokens of several sequences, so attention layers "
+            "must call its method `attend`."
         )
 
     def remember(

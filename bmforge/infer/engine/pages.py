@@ -91,7 +91,7 @@ class Pages:
             self._keys[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the page registered under a key, or None; the caller must `share` it."""
+        """Return the page with this key, which the caller must `share`; None if there is none."""
         return self._by_key.get(key)
 
     def forget(self) -> None:

@@ -13,8 +13,9 @@ from bmforge.errors import ConfigError
 from bmforge.infer.decoder_factory import check_inputs
 from bmforge.infer.end_tokens import find_hidden_tokens
 from bmforge.infer.engine.answers import Answer, Vocabulary
-from bmforge.infer.engine.constraint import ConstraintCompiler
+from bmforge.infer.engine.constraint import ConstraintCompiler, Matcher
 from bmforge.infer.engine.packed_step import can_pack
+from bmforge.infer.engine.reasoning_span import MatcherAfterReasoning
 from bmforge.infer.engine.request import Request
 from bmforge.infer.generation import check_prompt, complete_config
 from bmforge.infer.openbmb.texts import read_hidden, read_span
@@ -131,7 +132,7 @@ class PromptReader:
             ids = tuple(prompt)
             if not ids or not all(isinstance(id, int) for id in ids):
                 raise ConfigError(
-                    f"prompt={str(prompt)[:60]} must be a text, or a list of at least one token id."
+                    f"prompt={str(prompt)[:60]} must be a string or a non-empty list of token ids."
                 )
             return ids, config, ()
         if tokenizer is None:
@@ -143,7 +144,7 @@ class PromptReader:
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
-            raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty text.")
+            raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty string.")
         if model.traits.objective == "hidden tokens":
             return tuple(read_hidden(tokenizer, ids)), config, ()
         if is_span:
@@ -159,11 +160,6 @@ class PromptReader:
         has_beams = config.num_beams > 1
         needs_text = request.constraint is not None or config.returns_logprobs
         needs_text = needs_text or request.thoughts is not None or bool(request.hidden_ids)
-        if request.thoughts is not None and request.constraint is not None:
-            raise ConfigError(
-                "constraint and thoughts (a limit on the reasoning) cannot be used together, "
-                "because the constraint applies from the first token. Leave one of them out."
-            )
         if (has_beams or fills) and (needs_text or config.stop_strings):
             what = "the documents of CPM-Bee" if fills else f"num_beams={config.num_beams}"
             hint = "" if fills else ", or set num_beams=1"
@@ -202,7 +198,7 @@ class PromptReader:
         longest = tokens + config.max_new_tokens
         if (not is_packed and rows > self._limit[0]) or longest > self._limit[1]:
             raise ConfigError(
-                f"the request needs {rows} rows of {longest} tokens, more than the engine's "
+                f"the request needs {rows} sequences of {longest} tokens, more than the engine's "
                 f"memory plan allows (max_rows={self._limit[0]}, max_tokens={self._limit[1]}). "
                 "Request less, or create the engine with a larger EngineConfig."
             )
@@ -214,19 +210,19 @@ class PromptReader:
 
         Penalties apply to the same tokens as in `generate`.
         """
-        matcher = None
+        matcher: Matcher | MatcherAfterReasoning | None = None
         if request.constraint is not None:
             if self._tokenizer is None:
                 raise ConfigError(
                     "a constraint needs a tokenizer. Create the engine with Engine(model, "
                     "tokenizer=...)."
                 )
-            ends = config.eos_tokens
+            ends, size = config.eos_tokens, self._model.config.vocab_size
             if ends not in self._rules:
-                self._rules[ends] = ConstraintCompiler(
-                    self._tokenizer, self._model.config.vocab_size, ends
-                )
+                self._rules[ends] = ConstraintCompiler(self._tokenizer, size, ends)
             matcher = self._rules[ends].open(request.constraint)
+            if request.thoughts is not None:
+                matcher = MatcherAfterReasoning(matcher, request.thoughts, size, ends)
         penalized_ids: Sequence[int] = ids
         before = () if self._model.traits.reads == "apart" else ids
         if self._model.traits.reads == "apart":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.constraint import Constraint
-from bmforge.infer.engine.thought_budget import ThoughtBudget
+from bmforge.infer.engine.reasoning_span import ReasoningSpan
 from bmforge.infer.options import GenerationConfig
 from bmforge.logging import get_logger
 from bmforge.tune.delta.selection import DeltaChoice
@@ -47,7 +47,9 @@ class Request:
             so that response times do not reveal the prompts of others.
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
-        thoughts: limit on the reasoning at the start of every answer; None for no limit.
+        thoughts: span of the reasoning at the start of every answer, with its limit; a constraint
+            applies to the text after the reasoning. None without a limit and with constraints that
+            apply from the first token.
         hidden_ids: tokens whose text is omitted from the answers, besides the EOS tokens; None
             means the tokenizer's begin, end and padding tokens.
         inputs: further inputs of the model for the prompt, as in `generate`.
@@ -59,7 +61,7 @@ class Request:
     salt: str = ""
     deadline_s: float | None = None
     delta: DeltaChoice = None
-    thoughts: ThoughtBudget | None = None
+    thoughts: ReasoningSpan | None = None
     hidden_ids: tuple[int, ...] | None = None
     inputs: Mapping[str, Tensor] | None = None
 
@@ -292,7 +294,10 @@ class Handle:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
-                raise TimeoutError(f"the request has not ended after timeout_s={timeout_s}.")
+                raise TimeoutError(
+                    f"the request has not ended after timeout_s={timeout_s}. Wait longer, or "
+                    "cancel it."
+                )
             if self._error is not None:
                 raise self._error
             return [self._whole[index] for index in range(self._answers)]

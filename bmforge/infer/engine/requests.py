@@ -276,9 +276,7 @@ class Requests:
         self._step_tasks()
 
     def _step_tasks(self) -> None:
-        """Run one forward pass for the queued embedding requests, and one step of the oldest other
-        task.
-        """
+        """Run one forward pass of the embedding requests, and one step of the oldest other task."""
         if not (self._encodings or self._works):
             return
         if self._releases:

@@ -15,7 +15,7 @@ from bmforge.infer.engine.step_tables import FixedTables, StepRow
 from bmforge.logging import get_logger
 from bmforge.nn.block import Block
 from bmforge.nn.mlp import MLP
-from bmforge.nn.part import BesidePart
+from bmforge.nn.part import AdapterModule
 from bmforge.nn.shard_hooks import pass_on
 
 __all__ = ["Recorded", "StepGraphs", "can_record"]
@@ -141,7 +141,7 @@ def can_record(model: Any, device: torch.device) -> bool:
 
 def _is_repeatable(module: nn.Module) -> bool:
     has_hooks = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return _is_known(module) and not has_hooks and not isinstance(module, BesidePart)
+    return _is_known(module) and not has_hooks and not isinstance(module, AdapterModule)
 
 
 def _is_known(module: nn.Module) -> bool:

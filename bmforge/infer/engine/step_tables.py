@@ -40,7 +40,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class TablesOnDevice:
-    """The integer tensors of a step on one device, for the T tokens of all rows.
+    """The integer tensors of a step on one device, for the T tokens of all sequences.
 
     Args:
         ids: token ids.
@@ -48,8 +48,9 @@ class TablesOnDevice:
         pages: page index of each token.
         offsets: position of each token in its page.
         scored: indices of the tokens whose logits are needed.
-        row_pages: pages of each row.
-        few: indices of the tokens of rows with few tokens, on accelerators; None if there are none.
+        row_pages: pages of each sequence.
+        few: indices of the tokens of sequences with few tokens, on accelerators; None if there are
+            none.
         page_tables: pages of the sequence of each of these tokens; None without `few`.
         ends: number of tokens that each of them attends to; None without `few`.
 
@@ -75,7 +76,7 @@ class StepTables:
     Args:
         rows: sequences and positions of the tokens.
         tokens: token ids of each sequence; None if they are not needed.
-        num_scored: number of trailing tokens of each row whose logits are needed.
+        num_scored: number of trailing tokens of each sequence whose logits are needed.
     """
 
     def __init__(
@@ -142,16 +143,16 @@ class StepTables:
 class FixedTables:
     """Integer tensors of decoding steps of one size, at addresses that never change.
 
-    A step has one token per row. Missing rows are filled with copies of the last row, which
-    compute the same values again.
+    A step has one token per sequence. Missing sequences are filled with copies of the last one,
+    which compute the same values again.
 
     Args:
-        count: number of rows T.
-        width: number of pages in the table of each row.
+        count: number of sequences T.
+        width: number of pages in the table of each sequence.
         device: device of the tensors.
 
     Attributes:
-        rows: rows of the last `fill`; always the same list.
+        rows: sequences of the last `fill`; always the same list.
     """
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
@@ -164,8 +165,8 @@ class FixedTables:
         """Copy the tables of a step to the device, without waiting for it.
 
         Args:
-            rows: at most T rows with one token each, and at most `width` pages.
-            tokens: token id of each row.
+            rows: at most T sequences with one token each, and at most `width` pages.
+            tokens: token id of each sequence.
         """
         missing = self._count - len(rows)
         self.rows[:] = [*rows, *[rows[-1]] * missing]

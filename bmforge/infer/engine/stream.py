@@ -35,8 +35,8 @@ def continue_prompts(
         return [continue_prompts(model, open_tokenizer, prompt, **options) for prompt in prompts]
     if not all(type(id) is int for id in prompts):
         raise ConfigError(
-            f"prompts={str(prompts)[:60]!r} must be a text, a list of token ids, a list of texts "
-            "or of such lists, or a tensor of shape (B, T)."
+            f"prompts={str(prompts)[:60]!r} must be a string, a list of token ids, a list of "
+            "strings or of such lists, or a tensor of shape (B, T)."
         )
     device = next(model.parameters()).device
     rows = generate(model, torch.tensor([prompts], device=device), **options).tolist()
@@ -51,7 +51,7 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iter
     """
     ids = tokenizer.encode_prompt(prompt)
     if not ids or not prompt:
-        raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty text.")
+        raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty string.")
     config = GenerationConfig(**options)
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))

@@ -23,10 +23,12 @@ from bmforge.models.base import Model
 from bmforge.records import units_of
 from bmforge.surgery import copy_to_meta, evaluating
 
-__all__ = ["Workspace", "find_workspace", "largest_runs"]
+__all__ = ["Workspace", "find_workspace", "largest_call", "largest_runs"]
 
 # Memory of sampling per logit: sorted values (fp32), indices (int64) and masks.
 _BYTES_PER_SCORE = 40
+# Memory of the log-probabilities of prompt tokens per logit: logits and log-probabilities in fp32.
+_BYTES_PER_PROMPT_SCORE = 8
 # Factor for activations of a module that does not run on the meta device: see `_guess`.
 _COPIES = 2
 
@@ -44,23 +46,35 @@ class Workspace:
     step_bytes: int
 
 
-def find_workspace(model: nn.Module, rows: int, tokens: int) -> Workspace:
-    """Return the memory without weights that a model needs for a batch of the given size.
+def find_workspace(
+    model: nn.Module, rows: int, tokens: int, chunk_tokens: int | None = None
+) -> Workspace:
+    """Return the memory in bytes that a model needs in addition to its weights.
 
     Args:
         model: model on any device; a copy on the meta device is run.
-        rows: maximum batch size.
+        rows: maximum number of sequences.
         tokens: maximum sequence length in tokens, including new tokens.
+        chunk_tokens: maximum number of tokens in a step of batched requests, if prompts are
+            computed in chunks; None if all sequences are computed in one call.
     """
     described = copy_to_meta(model)
+    call_rows = largest_call(rows, tokens, chunk_tokens)
     if not isinstance(described, Model) or not described.traces_memory:
-        return _guess(described, rows, tokens)
+        work = _guess(described, call_rows, tokens)
+        return Workspace(work.cache_bytes * rows // call_rows, work.step_bytes)
     with evaluating(described), torch.no_grad():
-        runs = [_follow(described, run, rows, tokens) for run in largest_runs(described)]
+        runs = [_follow(described, run, call_rows, tokens) for run in largest_runs(described)]
     cache = max(need.cache_bytes for need in runs)
-    peak = max(need.cache_bytes + need.step_bytes for need in runs)
-    drawing = rows * described.config.vocab_size * _BYTES_PER_SCORE * described.traits.writes
-    return Workspace(cache, max(peak, cache + drawing) - cache)
+    step = max(need.cache_bytes + need.step_bytes for need in runs) - cache
+    score_bytes = max(rows * _BYTES_PER_SCORE, (chunk_tokens or 0) * _BYTES_PER_PROMPT_SCORE)
+    scores = described.config.vocab_size * score_bytes * described.traits.writes
+    return Workspace(cache * rows // call_rows, max(step, scores))
+
+
+def largest_call(rows: int, tokens: int, chunk_tokens: int | None) -> int:
+    """Return the maximum batch size of a call; the arguments are those of `find_workspace`."""
+    return rows if chunk_tokens is None else min(rows, -(-chunk_tokens // tokens))
 
 
 _Run = Callable[[Any, Tensor], int]
@@ -131,7 +145,7 @@ class _Follower(TorchDispatchMode):
     """Dispatch mode that tracks the total size of live storages.
 
     Args:
-        known: tensors whose storages are not counted.
+        tensors: tensors whose storages are not counted.
 
     Attributes:
         peak_bytes: peak size of live storages.
@@ -175,9 +189,7 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function; for attention, only allocate the buffers that the fused kernel would
-        allocate.
-        """
+        """Run a function; for attention, only allocate the buffers of the fused kernel."""
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)

@@ -141,7 +141,7 @@ class Chat:
             ConfigError: the message is empty.
         """
         if not text.strip():
-            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty text.")
+            raise ConfigError(f"the message is empty: text={text!r}. Pass a non-empty string.")
         source = self._read([*self.history, text])
         device = next(self.model.parameters()).device
         ids = torch.tensor([source], device=device)

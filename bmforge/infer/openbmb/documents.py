@@ -63,7 +63,7 @@ def fill_documents(
     Args:
         model: CPM-Bee model.
         tokenizer: the model's tokenizer.
-        documents: nested dicts of texts with ``<ans>``; existing answers are overwritten.
+        documents: nested dicts of strings with ``<ans>``; existing answers are overwritten.
         config: generation options. Default: 3 beams (no beam search with ``do_sample=True``), and
             at most 100 tokens per answer. `max_new_tokens` is the limit on one answer.
         examples: documents with their answers as few-shot examples.

@@ -10,7 +10,7 @@ Source: files written by the package compressed-tensors (0.20).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
-from bmforge.models.formats.safe_file import TensorFile
+from bmforge.models.formats.safe_file import TensorFile, read_slice
 from bmforge.nn.packing import QuantSpec
 
 __all__ = [
@@ -308,24 +308,19 @@ class CompressedLinears:
             )
         return stored[rows]
 
-    def _read_whole(self, name: str) -> Tensor:
+    def _file(self, name: str) -> TensorFile:
         if name not in self.files:
             raise CheckpointError(
                 f"the tensor {name} of a compressed layer is missing. Download the checkpoint "
                 "again."
             )
-        return self._read(name, tuple(slice(0, n) for n in self.files[name].shapes[name]))
+        return self.files[name]
 
-    def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        if name not in self.files:
-            raise CheckpointError(
-                f"the tensor {name} of a compressed layer is missing. Download the checkpoint "
-                "again."
-            )
-        file = self.files[name]
-        out = torch.empty([s.stop - s.start for s in slices], dtype=file.dtype(name))
-        file.fill(name, slices, out)
-        return out
+    def _read_whole(self, name: str) -> Tensor:
+        return self._read(name, [slice(0, n) for n in self._file(name).shapes[name]])
+
+    def _read(self, name: str, slices: Sequence[slice]) -> Tensor:
+        return read_slice(self._file(name), name, slices)
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:

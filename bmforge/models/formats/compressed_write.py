@@ -75,7 +75,7 @@ def save_compressed(
     out.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, int] = {}
     homes: dict[str, str] = {}
-    for source_name in source.places():
+    for source_name in source.names():
         tensors = source.read(source_name)
         sizes |= {name: t.numel() * t.element_size() for name, t in tensors.items()}
         homes |= dict.fromkeys(tensors, source_name)
@@ -112,7 +112,7 @@ class _Source:
             if key == "packed":
                 self.stems[owner] = published.removesuffix(".packed")
 
-    def places(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of packed layers, and the Hugging Face names of all other tensors."""
         names: dict[str, None] = {}
         for published, rules in self._groups.items():
@@ -121,7 +121,7 @@ class _Source:
         return list(names)
 
     def read(self, source_name: str) -> dict[str, Tensor]:
-        """Return the tensors to store for a name in `places`, as a dict from name to tensor."""
+        """Return the tensors to store for a name in `names`, as a dict from name to tensor."""
         if source_name not in self.stems:
             rules = self._groups[source_name]
             tensor = assemble_source(rules, lambda name: self._tensors[name].detach())

@@ -65,7 +65,7 @@ class Architecture:
         raw: fields of config.json that the architecture implies.
         keys: mapping from metadata key, without the architecture, to field of config.json.
         sizes: mapping from field of config.json to the tensor dim that determines its value.
-        alone: mapping from metadata key to the only supported value.
+        required: mapping from metadata key to the only supported value.
         permutes: True if the rows of query and key are permuted; see `gguf_names.is_permuted`.
         rotary: True if the architecture uses RoPE with a configurable base.
         norm_offset: offset that files add to the weights of norms.
@@ -77,7 +77,7 @@ class Architecture:
     raw: dict[str, Any]
     keys: dict[str, str]
     sizes: _Sizes = field(default_factory=dict)
-    alone: dict[str, Any] = field(default_factory=dict)
+    required: dict[str, Any] = field(default_factory=dict)
     permutes: bool = False
     rotary: bool = True
     norm_offset: float = 0.0
@@ -230,7 +230,7 @@ _LIST = (
         "gptj",
         _raw("gptj", "GPTJ"),
         {**_GPT, "rope.dimension_count": "rotary_dim"},
-        alone={"rope.freq_base": 10000.0},
+        required={"rope.freq_base": 10000.0},
         rotary=False,
     ),
     Architecture(
@@ -246,7 +246,7 @@ _LIST = (
         {"model_type": "bert", "architectures": ["BertModel"]},
         {**_WIDTHS, LAYER_NORM: "layer_norm_eps"},
         {"type_vocab_size": ("token_types.weight", 0)},
-        alone={"attention.causal": False},
+        required={"attention.causal": False},
         rotary=False,
     ),
 )

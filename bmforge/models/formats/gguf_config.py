@@ -99,8 +99,8 @@ def to_raw(header: GgufHeader) -> dict[str, Any]:
         rope, keys = read_rope(header, architecture.kind, raw.get("head_dim") or _head_dim(raw))
         raw |= rope
         own.taken |= keys
-    _SPECIAL.get(architecture.name, _leave)(raw, own)
-    for key, value in architecture.alone.items():
+    _SPECIAL.get(architecture.name, _add_nothing)(raw, own)
+    for key, value in architecture.required.items():
         if own.number(key, value) != value:
             own.taken.remove(key)
     own.check_layers()
@@ -236,7 +236,7 @@ class _Metadata:
 _TENSOR_SIZES = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
 
 
-def _leave(raw: dict[str, Any], own: _Metadata) -> None:
+def _add_nothing(raw: dict[str, Any], own: _Metadata) -> None:
     """Do nothing: the architecture needs no further fields."""
 
 

@@ -215,7 +215,7 @@ def _more(
         }
     if architecture.name == "t5":
         return {"attention.layer_norm_epsilon": keys["attention.layer_norm_rms_epsilon"]}
-    more = dict(architecture.alone)
+    more = dict(architecture.required)
     for name, key in (
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("intermediate_size", "expert_feed_forward_length"),
@@ -267,7 +267,7 @@ class _Plan:
         self.scales: Callable[[str], Tensor | None] = lambda name: None
         self.head = "output.weight" if "output.weight" in groups else "token_embd.weight"
 
-    def places(self) -> dict[str, GgufTensor]:
+    def entries(self) -> dict[str, GgufTensor]:
         """Return a dict from tensor name to type, shape and byte size, in file order."""
         out = {}
         for name in (*self.extra, *self.groups):
@@ -318,7 +318,7 @@ def _check_readable(
 ) -> None:
     """Raise `ConfigError` if reading the file back would give a different config."""
     # RoPE scaling in tensors cannot be read back before they are written; `write_rope` checks it.
-    tensors = {n: t for n, t in plan.places().items() if n not in ROPE_TENSORS}
+    tensors = {n: t for n, t in plan.entries().items() if n not in ROPE_TENSORS}
     if plan.extra:
         values = {key: value for key, value in values.items() if ".rope.scaling." not in key}
     config = model.config
@@ -361,8 +361,8 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
         for key, value in values.items():
             if key != "general.architecture":  # written by GGUFWriter
                 _add(writer, key, value)
-        places = plan.places()
-        for name, entry in places.items():
+        entries = plan.entries()
+        for name, entry in entries.items():
             kind = gguf.GGMLQuantizationType[entry.kind]
             writer.add_tensor_info(
                 name, entry.shape, np.dtype(np.float32), entry.size, raw_dtype=kind
@@ -370,7 +370,7 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, entry in track(list(places.items()), "write tensors"):
+        for name, entry in track(list(entries.items()), "write tensors"):
             quantize = packed.quantizer(gguf, entry.kind)
             stored = np.empty(entry.size, np.uint8)
             done = 0

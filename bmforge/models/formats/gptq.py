@@ -22,7 +22,7 @@ from torch import Tensor
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models.formats.gguf_blocks import QuantizedGroups
 from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
-from bmforge.models.formats.safe_file import TensorFile
+from bmforge.models.formats.safe_file import TensorFile, read_slice
 from bmforge.nn.packing import QuantSpec
 
 __all__ = ["Packing", "PackedLinears", "find_packing", "without_packing"]
@@ -341,10 +341,7 @@ class PackedLinears:
         return shape
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        file = self.files[name]
-        out = torch.empty([s.stop - s.start for s in slices], dtype=file.dtype(name))
-        file.fill(name, slices, out)
-        return out
+        return read_slice(self.files[name], name, slices)
 
     def _inputs(self, name: str, inputs: slice, outputs: slice) -> Tensor:
         """Return an (inputs, outputs) slice of integers that are packed along the inputs."""

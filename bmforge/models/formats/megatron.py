@@ -188,7 +188,7 @@ def _overlap(want: slice, have: slice) -> tuple[int, int]:
     return max(want.start, have.start), min(want.stop, have.stop)
 
 
-def _harmless() -> list[Any]:
+def _safe_types() -> list[Any]:
     """Return the types in training states that are safe to unpickle: arrays and namespaces."""
     array, scalar = (value.__reduce__()[0] for value in (np.zeros(1), np.float64(0)))
     return [
@@ -205,7 +205,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
     """Return the tensors of one shard; no pickled code is executed."""
     try:
         mmap = zipfile.is_zipfile(path)
-        with torch.serialization.safe_globals(_harmless()):
+        with torch.serialization.safe_globals(_safe_types()):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -227,7 +227,7 @@ def _read_shard(path: Path, degree: int) -> dict[str, Tensor]:
     if wrong:
         raise CheckpointError(
             f"{str(path)!r} has tensors with more than two dims, which are not supported: "
-            f"{', '.join(wrong[:5])}."
+            f"{', '.join(wrong[:5])}. Use shards of CPM-1, CPM-2 or EVA."
         )
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 

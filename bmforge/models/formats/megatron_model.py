@@ -76,7 +76,7 @@ def _tell_family(files: WeightFiles) -> _Family:
 def _find_config(
     family: _Family, files: WeightFiles, preset: str | None, allow_unknown: tuple[str, ...]
 ) -> ModelConfig:
-    """Return the config: of the preset, of config.json, or of the only matching preset."""
+    """Return the config of the preset, of config.json, or else of the only matching preset."""
     config_class = family.config_class
     if preset is not None:
         return family.settle_config(config_class.preset(preset), files.shapes)

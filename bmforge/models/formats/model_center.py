@@ -32,7 +32,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.models.init import materialize_
 
 __all__ = [
-    "NAME_RULES",
+    "apply_name_rules",
     "fill_model_center",
     "is_model_center",
     "load_model_center",
@@ -49,7 +49,7 @@ _ROWS = 4096
 _LISTED = 20
 
 # bmforge's names -> ModelCenter's, applied in this order; {up} is w_1 with a gate, else w.
-NAME_RULES = (
+_NAME_RULES = (
     (r"\.attn\.([qkv])_global_proj\.", r".self_att.self_attention.project_\1_global."),
     (r"\.attn\.([qkv])_proj\.", r".self_att.self_attention.project_\1."),
     (r"\.attn\.o_proj\.", r".self_att.self_attention.attention_out."),
@@ -204,9 +204,14 @@ def their_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name for a parameter of bmforge."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
-    for own, old in NAME_RULES:
+    return apply_name_rules(name, model.config.is_gated)
+
+
+def apply_name_rules(name: str, is_gated: bool) -> str:
+    """Replace the parts of a parameter name by ModelCenter's; `is_gated` is true for gated MLPs."""
+    for own, old in _NAME_RULES:
         name = re.sub(own, old, name)
-    return name.replace("{up}", "w_1" if model.config.is_gated else "w")
+    return name.replace("{up}", "w_1" if is_gated else "w")
 
 
 def _place_post_norm(name: str, num_layers: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError
 from bmforge.models.formats.packed_config import leave_out_packing, read_raw_config
-from bmforge.models.formats.safe_file import TensorFile
+from bmforge.models.formats.safe_file import TensorFile, read_slice
 
 __all__ = ["Mxfp4Stacks", "find_mxfp4", "without_mxfp4"]
 
@@ -94,7 +94,4 @@ class Mxfp4Stacks:
         target.copy_(values[..., start : start + columns.stop - columns.start].transpose(1, 2))
 
     def _read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        file = self.files[name]
-        out = torch.empty([part.stop - part.start for part in slices], dtype=file.dtype(name))
-        file.fill(name, slices, out)
-        return out
+        return read_slice(self.files[name], name, slices)

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ __all__ = [
     "SafeFile",
     "TensorFile",
     "identify",
+    "read_slice",
     "run_reads",
     "write_file",
 ]
@@ -215,6 +216,13 @@ class TensorFile(Protocol):
 
     def fill(self, name: str, slices: tuple[slice, ...], target: Tensor) -> None:
         """Read a slice into `target`, a contiguous CPU tensor of the same shape and dtype."""
+
+
+def read_slice(file: TensorFile, name: str, slices: Sequence[slice]) -> Tensor:
+    """Return a slice of a tensor in its stored dtype; every dim has a start and a stop."""
+    out = torch.empty([part.stop - part.start for part in slices], dtype=file.dtype(name))
+    file.fill(name, tuple(slices), out)
+    return out
 
 
 @dataclass(frozen=True)

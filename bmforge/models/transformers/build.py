@@ -29,7 +29,7 @@ _FILL = {torch.zeros, torch.ones, torch.full}
 _BUILD_ERRORS = (ImportError, ValueError, TypeError, RuntimeError, KeyError, AttributeError)
 
 
-class _Sparing(TorchFunctionMode):
+class _LargeOnMeta(TorchFunctionMode):
     """Mode that creates matrices and large tensors on the meta device; others normally."""
 
     def __torch_function__(
@@ -108,7 +108,7 @@ def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
     """
     chosen = find_class(hf_config, head)
     try:
-        with torch.random.fork_rng(devices=[]), _Sparing():
+        with torch.random.fork_rng(devices=[]), _LargeOnMeta():
             torch.manual_seed(0)  # random vectors are equal on all processes
             module = chosen._from_config(fit_config(hf_config, chosen), dtype=dtype)
     except (*_BUILD_ERRORS, strict_error()) as error:

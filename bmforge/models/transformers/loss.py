@@ -27,7 +27,7 @@ from bmforge.models.transformers.calls import (
 from bmforge.models.transformers.probe import Behavior
 from bmforge.models.transformers.structure import Structure
 from bmforge.nn import HeadInput, Measure, linear_cross_entropy
-from bmforge.nn.part import beside_parts
+from bmforge.nn.part import adapters_of
 
 __all__ = ["LanguageLoss", "head_loss", "is_seq2seq"]
 
@@ -81,7 +81,7 @@ class LanguageLoss:
         """Return True if the output layer's weight can be used without calling the layer."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         is_whole = type(_local(head.weight)) in (nn.Parameter, Tensor)
-        return type(head) is nn.Linear and is_whole and not list(beside_parts(head))
+        return type(head) is nn.Linear and is_whole and not list(adapters_of(head))
 
     def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
         """Return the scores of a `Measure` for every token, without a load-balancing loss.
@@ -91,9 +91,10 @@ class LanguageLoss:
         """
         if self.behavior.head != "linear" or not self._is_plain_head():
             raise ConfigError(
-                f"{type(self.foreign).__name__} computes its logits with more than one linear "
-                "layer, so the transformers backend cannot compute log-probabilities of "
-                "tokens. Use a model family of bmforge, and attach no adapter to the head."
+                f"{type(self.foreign).__name__} does not compute its logits with a single "
+                "unmodified linear layer, so the transformers backend cannot compute "
+                "log-probabilities of tokens. Remove adapters from the LM head, or use a model "
+                "that bmforge implements (backend='native')."
             )
         body = self.foreign.get_submodule(self.structure.body)
         hidden = hidden_of(body(**call_arguments(body, inputs, cached=False)))

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bmforge.errors import ConfigError
 from bmforge.models.transformers.box_rule import BoxRule
 from bmforge.models.weights import OWN_PREFIX, PACKED_KEYS, WeightRule
 from bmforge.surgery import persistent_tensors
@@ -319,13 +318,3 @@ def rename_stored(module: Any, names: Iterable[str]) -> dict[str, str]:
 def matches_any(name: str, patterns: Iterable[str] | None) -> bool:
     """Return True if any of transformers' regular expressions matches a name."""
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def check_opaque(names: StoredNames, kind: str) -> None:
-    """Raise `ConfigError` if some tensors are stored in a form that bmforge cannot slice."""
-    if names.opaque:
-        raise ConfigError(
-            f"a {kind} stores {len(names.opaque)} tensors in a form that bmforge cannot read in "
-            f"slices, such as {names.opaque[0]!r}. Load the checkpoint with transformers and save "
-            "it again."
-        )

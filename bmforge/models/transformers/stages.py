@@ -133,7 +133,7 @@ def stage_modules(
     stack, blocks = foreign.get_submodule(name), dict(whole.get_submodule(name).named_children())
     owner_name, _, leaf = structure.embed.rpartition(".")
     owner = foreign.get_submodule(owner_name)
-    kept, embed = dict(stack._modules), owner._modules[leaf]
+    stack_modules, embed = dict(stack._modules), owner._modules[leaf]
     for number, (key, block) in enumerate(blocks.items()):
         if span.first <= number < span.last:
             continue
@@ -146,7 +146,7 @@ def stage_modules(
     try:
         yield
     finally:
-        stack._modules.update(kept)
+        stack._modules.update(stack_modules)
         owner._modules[leaf] = embed
 
 

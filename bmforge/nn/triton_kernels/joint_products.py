@@ -42,7 +42,7 @@ def multiply_panels(
 
 @jit
 def choose(number, first, second, third, COUNT: tl.constexpr):
-    """Return the value with this number, less than COUNT."""
+    """Return `first`, `second` or `third` for the numbers 0, 1 and 2, which are below COUNT."""
     if COUNT > 1:
         first = tl.where(number == 1, second, first)
     if COUNT > 2:

@@ -126,8 +126,8 @@ class TritonKernels:
             *arguments, values.view(torch.int8 if tile.kind == "tiles" else torch.int32),
             value_scales, sums, tokens, *heights, *[0] * (3 - len(factors)), len(factors),
             tile.kind, columns, tile.tokens, spec.bits, group, is_plain, has_bias,
-            arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.turn, tile.panels,
-            num_warps=tile.warps, **_EXACT,
+            arguments[1].dtype == torch.int32, self.emulates, tile.stages, tile.per_iteration,
+            tile.panels, num_warps=tile.warps, **_EXACT,
         )  # fmt: skip
         return outs
 
@@ -211,9 +211,7 @@ class TritonKernels:
 
         Args:
             new: queries, keys and values of the tokens, contiguous and of one dtype.
-            rope: cos, sin and whether pairs are interleaved; see `rotate`.
-            stored: keys and values of all pages; see `store`.
-            slots: page and position of each token; see `store`.
+            rope, stored, slots: see `rotate` and `store`.
 
         Shape:
             new: (T, N, H), (T, K, H), (T, K, H); returns (T, N, H)
@@ -306,20 +304,9 @@ class TritonKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Compute attention of one token per sequence over the sequence's cached pages.
+        """Compute attention of one token per sequence; see `device_kernels.attend_pages`.
 
-        Args:
-            query: queries, one row per sequence (one token each); N is a multiple of K.
-            pages: keys and values of all pages.
-            scales: scales of the keys and values if these are int8.
-            tables: page indices of each sequence.
-            ends: number of tokens that each query attends to, including the query's own token.
-            scale: factor on the scores.
-            window: sliding window in tokens; None means no limit.
-
-        Shape:
-            query: (rows, N, H), contiguous; pages: (pages, K, 16, H) each;
-            tables: (rows, width) int32; ends: (rows,) int32; returns (rows, N, H)
+        The queries are contiguous, and N is a multiple of K.
         """
         rows, heads, width = query.shape
         kv_heads, group = pages[0].shape[1], heads // pages[0].shape[1]

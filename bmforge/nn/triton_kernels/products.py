@@ -270,8 +270,8 @@ def multiply_tiles(
     """Multiply at least 16 tokens by Q weight panels on int8 tensor cores; return (T, 16 * Q).
 
     Each iteration multiplies C groups. The args are those of `multiply_few`, but `packed` is
-    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8. Of the Q panels, those after the
-    last one (`end`) are 0; FULL if there are none.
+    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8. Panels from `end` on are 0; FULL
+    means that there are none.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32

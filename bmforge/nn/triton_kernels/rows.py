@@ -151,8 +151,8 @@ def rotate_and_store(
 ):  # fmt: skip
     """Rotate queries (T, N, H) like `rotate_heads`; write rotated keys and values to a KV cache.
 
-    The keys, values and places are those of `store_heads`. A program computes one head of queries,
-    or one of keys and values, of one token.
+    For keys and values see `store_heads`. A program computes one head of queries, or one of keys
+    and values, of one token.
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, BH)
@@ -162,11 +162,11 @@ def rotate_and_store(
         tl.store(out + base + h, rotated, mask=h < H)
     else:
         base = (t * K + head - N) * H
-        place = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
+        slot = (tl.load(pages + t) * K + head - N) * 16 + tl.load(offsets + t)
         rotated = rotate_head(key + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)
-        tl.store(keys + place * H + h, rotated, mask=h < H)
+        tl.store(keys + slot * H + h, rotated, mask=h < H)
         copied = tl.load(value + base + h, mask=h < H)
-        tl.store(values + place * H + h, copied, mask=h < H)
+        tl.store(values + slot * H + h, copied, mask=h < H)
 
 
 @jit

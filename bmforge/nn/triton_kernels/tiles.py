@@ -19,7 +19,7 @@ class Tile(NamedTuple):
         kind: "few", "tiles" or "wide"; see `multiply_matrices`.
         tokens: tokens per program.
         stages: stages of the pipelined loop.
-        turn: groups per iteration, or blocks if the kind is "wide".
+        per_iteration: groups per iteration, or blocks if the kind is "wide".
         panels: panels per program.
         warps: warps per program.
     """
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     kind: str
     tokens: int
     stages: int
-    turn: int
+    per_iteration: int
     panels: int
     warps: int
 

@@ -54,7 +54,7 @@ def apply_context_parallel_(
     """Shard the tokens of every stack of blocks over the axis `cp`, in place.
 
     Args:
-        model: model with rules, after tensor parallelism.
+        model: model whose layout rules list the stacks, already sharded by tensor parallelism.
         stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.
         method: attention method: "gather", "ring" or "ulysses".
@@ -179,8 +179,8 @@ def _mix_gathered(
 ) -> Tensor:
     """Compute attention of this rank's queries over the all-gathered keys and values.
 
-    Causal attention is computed without an explicit mask, unless attention has dropout, or
-    `is_plain` is False because `inner` is more than a softmax of products (capped scores).
+    Causal attention needs an explicit mask only with dropout or logit soft-capping (`is_plain` is
+    False); otherwise it is computed in tiles.
     """
     if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
@@ -202,7 +202,7 @@ def _join_with_prefix(pair: Tensor, *prefix: Pair) -> Tensor:
 
 
 def _heads_here(prefix: Pair, times: int, share: TokenShare) -> Pair:
-    """Return the prefix keys and values of this rank's heads, after repeating key-value heads."""
+    """Return this rank's heads of a prefix, after repeating each KV head `times` times."""
     count = prefix[0].shape[0] * times // share.size
     key, value = (t.repeat_interleave(times, 0)[share.rank * count :][:count] for t in prefix)
     return key, value

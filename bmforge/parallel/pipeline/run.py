@@ -103,7 +103,7 @@ class Pipeline:
             raise ConfigError(
                 f"rank {link.rank} of {link.size} has the stages {sorted(stages)}, but the "
                 f"schedule {schedule.name} for {schedule.num_ranks} ranks assigns "
-                f"{list(own_stages)} to this rank."
+                f"{list(own_stages)} to this rank. Pass these stages."
             )
         self.schedule, self.link = schedule, link
         self._stages, self._sync = dict(stages), sync
@@ -135,7 +135,8 @@ class Pipeline:
         if len(micro_batches) != self.schedule.num_micro_batches:
             raise ConfigError(
                 f"the batch has {len(micro_batches)} micro-batches, but this "
-                f"{self.schedule.name} schedule was built for {self.schedule.num_micro_batches}."
+                f"{self.schedule.name} schedule was built for {self.schedule.num_micro_batches}. "
+                "Build a schedule for the number of micro-batches."
             )
         run = self._start(self._route, micro_batches)
         for action in self.schedule.orders[self.link.rank]:
@@ -226,7 +227,7 @@ class Pipeline:
             own_grads = tuple(None if t is None else t.grad for t in inputs)
             for tensor in inputs:
                 if tensor is not None:
-                    tensor.grad = None  # being sent; the later part must not add to it
+                    tensor.grad = None  # is being sent, so the weight part must not add to it
             self._give(run, StageMessage("backward", stage, micro_batch), own_grads)
 
     def _gather(

@@ -102,7 +102,8 @@ class _Writer:
         self.num_micro_batches = num_micro_batches
         self.to_end = num_ranks - 1 - rank
         self.actions: list[Action] = []
-        self.count: Counter[tuple[Kind, int]] = Counter()  # done so far; a whole backward is I + W
+        # Actions so far per kind and stage; a full backward counts as one I and one W.
+        self.count: Counter[tuple[Kind, int]] = Counter()
         self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
@@ -232,7 +233,7 @@ class _Recipe:
     fewest_per_rank: int = 1
     most_per_rank: int | None = 1
     in_rounds: bool = False
-    fewest_per_stage: int = 0  # micro-batches
+    fewest_per_stage: int = 0  # minimum micro-batches per stage
 
 
 _RECIPES: Mapping[str, _Recipe] = {

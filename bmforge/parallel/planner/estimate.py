@@ -133,7 +133,7 @@ class Estimator:
         exact_shards: trace with the real number of shards, for comparison with measured runs.
         engine: engine whose times are estimated, for comparison with published results.
         traces: existing traces of the same workload, for example from another estimator.
-        kept: trace cache on disk; if None, traces are not cached on disk.
+        store: trace cache on disk; if None, traces are not cached on disk.
     """
 
     request: PlanRequest
@@ -240,7 +240,8 @@ class Estimator:
         if batch % (replicas * choice.rows):
             raise ConfigError(
                 f"a batch of {batch} sequences does not divide into {replicas} data-parallel "
-                f"processes with micro-batches of {choice.rows} sequences."
+                f"processes with micro-batches of {choice.rows} sequences. Use a multiple of "
+                f"{replicas * choice.rows} sequences."
             )
         return batch // (replicas * choice.rows)
 
@@ -354,7 +355,7 @@ class Estimator:
         if layout.zero != 3 and (shards > 1 or width == 2):
             least += trained * width  # gathered from forward to backward
         if layout.pp > 1 and (shards > 1 or width == 2):
-            least += trained * 4  # whole gradients until the end of the step
+            least += trained * 4  # unsharded gradients until the end of the step
         return least
 
 

@@ -91,7 +91,7 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     curves = [_whole_curve(live, trace, share, last) for last in (False, True)]
     at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
     parts = dict(zip(PARTS, at.tolist(), strict=True))
-    parts["gradients"] += parts.pop("whole gradients")
+    parts["gradients"] += parts.pop("unsharded gradients")
     # Buffers that blocks pass on count as negative activations (`_of_more_blocks`). If no
     # activations are left, the buffers belong to the collectives that allocated them.
     handed = min(parts["activations"], 0.0)

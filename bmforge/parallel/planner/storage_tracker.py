@@ -32,7 +32,7 @@ PARTS = (
     "activations",
     "logits",
     "communication",
-    "whole gradients",
+    "unsharded gradients",
 )
 # Owner of a storage: the blocks, or the modules before them or after them.
 INSIDE, FIRST_END, LAST_END = range(3)
@@ -117,7 +117,7 @@ class Follower(TorchDispatchMode):
         self._count(func, args, kwargs, out, outputs, part)
         return out
 
-    def shorten(self, pieces: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
+    def shorten(self, items: Iterable[T], size_of: Callable[[T], Hashable]) -> Iterator[T]:
         """Yield the first two items of every size; the second one's cost counts for all later ones.
 
         It shortens a loop that does the same work for all items of the same size. Later iterations
@@ -125,20 +125,20 @@ class Follower(TorchDispatchMode):
         """
         counts: dict[Hashable, int] = {}
         recorded = []
-        for piece in pieces:
-            size = size_of(piece)
+        for item in items:
+            size = size_of(item)
             counts[size] = counts.get(size, 0) + 1
             if counts[size] <= 2:
-                recorded.append((piece, size, counts[size] == 2))
-        for piece, size, is_second in recorded:
+                recorded.append((item, size, counts[size] == 2))
+        for item, size, is_second in recorded:
             before = self.flops, self.traffic_bytes
-            yield piece
+            yield item
             if is_second:
                 again = counts[size] - 2
                 self.flops += again * (self.flops - before[0])
                 self.traffic_bytes += again * (self.traffic_bytes - before[1])
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
+    def register(self, tensors: Iterable[Tensor]) -> None:
         """Register the storages of tensors that exist before the trace starts."""
         for tensor in tensors:
             storage = tensor.untyped_storage()

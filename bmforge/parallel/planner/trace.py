@@ -46,7 +46,7 @@ __all__ = ["BLOCKS", "Mark", "Setting", "StepTrace", "trace_step"]
 
 # A first block, a last one, and one between them that represents all others.
 BLOCKS = 3
-_GRADIENTS, _WHOLE = PARTS.index("gradients"), PARTS.index("whole gradients")
+_GRADIENTS, _UNSHARDED = PARTS.index("gradients"), PARTS.index("unsharded gradients")
 _COMMUNICATION = PARTS.index("communication")
 
 
@@ -216,7 +216,7 @@ def _follow_step(
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
     with torch.no_grad():  # sharding slices parameters without autograd
-        follower.know(local_tensor(t) for t in persistent_tensors(model).values())
+        follower.register(local_tensor(t) for t in persistent_tensors(model).values())
     model.train()
     with follower:
         if setting.accumulates and not setting.piped:
@@ -278,7 +278,7 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
             follower.assign(getattr(p, "all_gather_outputs", ()), _COMMUNICATION, end)
             # An unsharded gradient that is reduced at the end of a pipeline's step.
             gradient = getattr(p, "unsharded_accumulated_grad", None)
-            follower.assign([] if gradient is None else [local_tensor(gradient)], _WHOLE, end)
+            follower.assign([] if gradient is None else [local_tensor(gradient)], _UNSHARDED, end)
 
 
 class _Marks:

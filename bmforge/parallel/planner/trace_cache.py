@@ -77,9 +77,7 @@ class TraceStore:
             self._drop_oldest()
         except OSError as error:
             self.is_writable = False
-            get_logger().warning(
-                "the planner's measurements cannot be cached for the next call: %s", error
-            )
+            get_logger().warning("the planner cannot write its trace cache: %s", error)
 
     def _path(self, key: dict[str, Any]) -> Path:
         return self.directory / f"{_hash(key)}.json"

@@ -117,7 +117,7 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
     """Return the reasons why adapters cannot be sharded like their base modules."""
     problems = []
     for name, module in model.named_modules():
-        if not is_beside(module):
+        if not follows_base(module):
             continue
         cut, supported = _cut_around(name, module, styles), module.cut_styles
         style = "" if cut is None else cut.style
@@ -139,7 +139,7 @@ def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> li
     return problems
 
 
-def is_beside(module: Any) -> bool:
+def follows_base(module: Any) -> bool:
     """Return True for an adapter that is sharded like its base module."""
     return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
 
@@ -149,7 +149,7 @@ def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut 
 
     The parameters of a base module with the style "whole" are replicated, as without a `Cut`.
     """
-    if not is_beside(module):
+    if not follows_base(module):
         return styles.get(name)
     cut = styles.get(name.rpartition(".")[0])
     return None if cut is not None and cut.style == "whole" else cut
@@ -192,7 +192,7 @@ def apply_tensor_parallel_(
     """Shard a model over the axis `tp`, in place.
 
     Args:
-        model: model with rules.
+        model: unsharded model.
         styles: dict from module name to `Cut`; see `find_cuts`.
         stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.
@@ -214,15 +214,15 @@ def apply_tensor_parallel_(
         cut = _cut_around(name, module, styles)
         # Inside a mixture of experts, or a replicated sublayer, each process has all tokens;
         # outside, only its own tokens.
-        is_next_to = is_beside(module) and f"{name.rpartition('.')[0]}." in mixtures
+        is_next_to = follows_base(module) and f"{name.rpartition('.')[0]}." in mixtures
         inside = name.startswith(mixtures) and not is_next_to
         group = whole_group if inside else tensor
         has_all = inside or f"{name}." in mixtures
         between = group.view_between if id(module) in blocks and not has_all else view_here
         views = dict(_cut_parameters_(module, cut, group, between, new))
-        if cut is not None and cut.style in FOREIGN_STYLES and not is_beside(module):
+        if cut is not None and cut.style in FOREIGN_STYLES and not follows_base(module):
             FOREIGN_STYLES[cut.style](module, group, cut.units)
-        elif cut is not None and cut.style in APPLY and not is_beside(module):
+        elif cut is not None and cut.style in APPLY and not follows_base(module):
             APPLY[cut.style](module, group)
         if views:
             view_parameters_(module, views, "views")
@@ -276,7 +276,7 @@ def _cut_parameters_(
     # includes a prefix, but not an embedding's adapter, whose result is replicated.
     follows = cut is not None and (
         cut.style in ("head_norm", "gate")
-        or (is_cut and is_beside(module) and cut.style != "embedding")
+        or (is_cut and follows_base(module) and cut.style != "embedding")
         or (cut.style == "key_value" and hasattr(module, "tensor_notes"))
     )
     shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)

@@ -25,7 +25,15 @@ from bmforge.parallel.collectives import (
 )
 from bmforge.surgery import wrap_forward_
 
-__all__ = ["APPLY", "TensorGroup", "add_up_", "draw_apart_", "hide", "is_mixture", "view_here"]
+__all__ = [
+    "APPLY",
+    "TensorGroup",
+    "add_up_",
+    "use_separate_random_numbers_",
+    "hide",
+    "is_mixture",
+    "view_here",
+]
 
 
 class TensorGroup:
@@ -124,7 +132,7 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
     if hasattr(module, "head_share"):
         module.head_share = (tensor.rank, tensor.size)
     if getattr(module, "dropout", 0.0):
-        draw_apart_(module, tensor)
+        use_separate_random_numbers_(module, tensor)
 
 
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
@@ -153,7 +161,7 @@ def _run_all_tokens(
     return tensor.take(inner(tensor.restore(x), *args, **kwargs))
 
 
-def draw_apart_(module: nn.Module, tensor: TensorGroup) -> None:
+def use_separate_random_numbers_(module: nn.Module, tensor: TensorGroup) -> None:
     """Make a module use different random numbers on each rank, for example for dropout.
 
     The seed comes from the default generator, whose state is the same on all ranks; recomputation

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmforge.parallel.tensor.parts import TensorGroup, draw_apart_
+from bmforge.parallel.tensor.parts import TensorGroup, use_separate_random_numbers_
 from bmforge.records import as_stack_
 from bmforge.surgery import wrap_forward_
 
@@ -52,7 +52,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
     for block in blocks:
         # A randomly dropped block is dropped by all processes.
         if getattr(block, "dropout", 0.0) and not getattr(block, "layer_drop", 0.0):
-            draw_apart_(block, tensor)
+            use_separate_random_numbers_(block, tensor)
         _note_tokens_(block, tensor)
         block.register_forward_pre_hook(begin, with_kwargs=True)
         block.register_forward_hook(end)

@@ -1,6 +1,6 @@
 """Converts conversations to token sequences with labels on the answers, and packs them.
 
-`encode_turns` encodes a conversation; `pack_rows` packs several sequences into one row;
+`encode_turns` encodes a conversation; `pack_rows` packs several of them into one sequence;
 `PackedConversations` and `open_answers` are the data of the `conversations` task.
 """
 
@@ -136,15 +136,16 @@ def encode_turns(turns: Sequence[AnswerText], tokenizer: Tokenizer) -> list[Enco
 
 
 def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool = True) -> int:
-    """Return the length of a packed row in tokens: `data.seq_len`, or less for a small data set.
+    """Return the length of a packed sequence: `data.seq_len`, or less for a small data set.
 
-    With rows of the full length, a file of a few hundred chats would not even fill one optimizer
-    step: an epoch would be a single step, which repeats the data and learns almost nothing.
+    With sequences of the full length, a file of a few hundred chats would not even fill one
+    optimizer step: an epoch would be a single step, which repeats the data and learns almost
+    nothing.
 
     Args:
         parts: encoded conversations for training, then those for evaluation.
         data: config with `seq_len` and `global_batch_size`.
-        packs: whether a row has several conversations.
+        packs: whether a sequence has several conversations.
 
     Returns:
         The smallest multiple of 64 that is not shorter than the longest conversation and, with
@@ -157,19 +158,19 @@ def choose_width(parts: Sequence[Sequence[EncodedRow]], data: Any, packs: bool =
 
 
 def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
-    """Assign texts to rows by best-fit decreasing bin packing.
+    """Assign texts to packed sequences by best-fit decreasing bin packing.
 
-    Texts are assigned in order of decreasing length, each to the fullest row with enough space. For
-    typical chats, less than 1 % of the tokens are padding, compared with up to 5 % for first-fit in
-    random order.
+    Texts are assigned in order of decreasing length, each to the fullest sequence with enough
+    space. For typical chats, less than 1 % of the tokens are padding, compared with up to 5 % for
+    first-fit in random order.
 
     Args:
         lengths: length of each text in tokens, at most `width`.
-        width: length of a row in tokens.
+        width: length of a packed sequence in tokens.
         seed: random seed of the order of texts with equal lengths.
 
     Returns:
-        for each row, the indices of its texts.
+        for each packed sequence, the indices of its texts.
     """
     count = len(lengths)
     order = permute(np.arange(count), max(count, 1), derive_key("pack", seed)).tolist()
@@ -198,16 +199,17 @@ def pack_rows(lengths: Sequence[int], width: int, seed: int) -> list[list[int]]:
 
 
 class PackedConversations:
-    """`ExampleSource` of conversations packed into rows of equal length, for decoders.
+    """`ExampleSource` of conversations packed into sequences of equal length, for decoders.
 
-    Positions restart at each conversation of a row, and tokens attend only to tokens of the same
-    conversation.
+    Positions restart at each conversation of a sequence, and tokens attend only to tokens of the
+    same conversation.
 
     Args:
         rows: encoded conversations; those longer than `width` are truncated at the end.
-        width: length of a packed row in tokens.
+        width: length of a packed sequence in tokens.
         seed: random seed of the packing.
-        packs: pack several conversations into a row; False for models that cannot separate them.
+        packs: pack several conversations into a sequence; False for models that cannot separate
+            them.
     """
 
     def __init__(
@@ -245,7 +247,8 @@ class PackedConversations:
         tokens = sum(len(row.ids) for row in self._texts)
         learned = sum(label != IGNORE_INDEX for row in self._texts for label in row.labels)
         log.info(
-            "%d examples in %d rows of %d tokens: %d tokens, %d of them trained, %.1f%% padding",
+            "%d examples in %d sequences of %d tokens: %d tokens, %d of them trained, %.1f%% "
+            "padding",
             len(self._texts),
             len(self._rows),
             self._width,
@@ -258,7 +261,7 @@ class PackedConversations:
         return len(self._rows)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return the packed row at `index`, whose padding is a separate document."""
+        """Return the packed sequence at `index`, whose padding is a separate document."""
         texts = [self._texts[number] for number in self._rows[index]]
         row = {
             "input_ids": [id for text in texts for id in text.ids],
@@ -289,7 +292,7 @@ def open_answers(
 
     Args:
         conversations: data of the run.
-        render: function that renders the answers of a conversation by the chat template.
+        render: function that renders the answers of a conversation with the chat template.
         end: end-of-turn mark of the template, which is replaced by the decoder's end token.
         tokenizer: the model's tokenizer.
         traits: properties of the model family.

@@ -1,8 +1,8 @@
 """Loads examples, built on demand, as batches of tensors of fixed widths.
 
 The example with the global sample index n, and its random choices, depend only on (seed, n), so the
-order is the same for any number of processes, and a run resumes exactly. `pieces.py` and the
-recipes implement the sources of examples.
+order is the same for any number of processes, and a run resumes exactly. `document_segments.py` and
+the recipes implement the sources of examples.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ExampleSource(Protocol):
         fingerprint: hex digest that changes whenever an example changes.
 
     A source that reads token stores also has `content`, an int digest of their contents. A source
-    whose examples are not rows of integers has a method `collate`, which builds batches.
+    whose examples are not sequences of integers has a method `collate`, which builds batches.
     """
 
     columns: Mapping[str, tuple[int, int]]

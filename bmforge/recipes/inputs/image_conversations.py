@@ -1,7 +1,8 @@
 """Conversations with images as training data of vision-language models.
 
 The processor of the model encodes the conversation up to the first answer, with all images, as in
-generation; the later tokens have no images. Rows are padded to the longest one of a micro-batch.
+generation; the later tokens have no images. Sequences are padded to the longest one of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ class ImageRow:
 
 
 class ImageConversations:
-    """`ExampleSource` of conversations with images; a row has one conversation.
+    """`ExampleSource` of conversations with images, one conversation per sequence.
 
-    Answers with different numbers of images before them are separate rows.
+    Answers with different numbers of images before them are in separate sequences.
 
     Args:
-        conversations: conversations in the order of the rows.
-        render: function that renders the answers of a conversation by the chat template.
+        conversations: conversations in the order of the sequences.
+        render: function that renders the answers of a conversation with the chat template.
         tokenizer: the model's tokenizer.
         processor: the model's processor.
-        seq_len: maximum length of a row in tokens; longer rows are truncated at the end.
+        seq_len: maximum sequence length in tokens; longer sequences are truncated at the end.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class ImageConversations:
         return len(self._rows)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
-        """Return the index of a row and the labels of its tokens after the images."""
+        """Return the index of a sequence and the labels of its tokens after the images."""
         return {"row": [index], "labels": self._rows[index].labels}
 
     def collate(self, examples: Sequence[Any]) -> Batch:
-        """Encode rows with their images as one batch.
+        """Encode sequences with their images as one batch.
 
         Raises:
-            DataError: an image cannot be decoded, or the images of a row leave no tokens for an
-                answer.
+            DataError: an image cannot be decoded, or the images of a sequence leave no tokens for
+                an answer.
         """
         rows = [self._rows[example["row"][0]] for example in examples]
         images = [[_open(name, row.location) for name in row.images] for row in rows]
@@ -131,7 +132,7 @@ def _append(
     width: int,
     is_ids: bool = False,
 ) -> Tensor:
-    """Append the later tokens of each row after its first `lengths` values.
+    """Append the later tokens of each sequence after its first `lengths` values.
 
     For a tensor other than the token ids, the last value is repeated, as in generation.
     """
@@ -147,7 +148,7 @@ def _encode(
     render: Callable[[ChatExample], Sequence[AnswerText]],
     tokenizer: Tokenizer,
 ) -> Iterator[ImageRow]:
-    """Yield the rows of a conversation: one per number of images before an answer."""
+    """Yield the sequences of a conversation: one per number of images before an answer."""
     sources = [list(_sources(message)) for message in conversation.messages]
     groups: dict[int, list[AnswerText]] = {}
     for turn in render(conversation):

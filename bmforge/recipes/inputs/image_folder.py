@@ -199,7 +199,9 @@ def _open_image(path: Path, channels: int) -> Any:
         with Image.open(path) as image:
             return image.convert(_MODES[channels])
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{str(path)!r} cannot be read as an image ({error}).") from error
+        raise DataError(
+            f"{str(path)!r} cannot be read as an image ({error}). Replace or remove the file."
+        ) from error
 
 
 def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:

@@ -65,8 +65,8 @@ def encode_preference(
         ignore: names of fields to ignore.
 
     Raises:
-        DataError: the template changes an answer's message when later ones follow it; also for the
-            reasons given in `render_conversation`.
+        DataError: the template changes an answer's message when later ones follow it, or a record
+            of texts has further fields; also for the reasons given in `render_conversation`.
     """
     answers = [example.chosen, example.rejected]
     if any(isinstance(answer, list) for answer in answers):
@@ -74,11 +74,24 @@ def encode_preference(
         join = partial(_join, example.location, tokenizer=tokenizer)
         rows = [None if t is None else join(t) for t in _share_prompt(turns)]
     elif example.prompt is None:
+        _refuse_fields(example, ignore)
         rows = list(_encode_whole(answers, tokenizer))
     else:
+        _refuse_fields(example, ignore)
         encode = partial(_encode_text, str(example.prompt), tokenizer=tokenizer)
         rows = [None if answer is None else encode(str(answer)) for answer in answers]
     return EncodedPair(rows[0], rows[1], example.margin)
+
+
+def _refuse_fields(example: PreferenceExample, ignore: Sequence[str]) -> None:
+    """Raise `DataError` for a field of a record of texts, which no chat template reads."""
+    names = [*example.fields, *(["tools"] if example.tools else [])]
+    unread = [name for name in names if name not in ignore]
+    if unread:
+        raise DataError(
+            f"{example.location} has the fields {', '.join(unread)}, which have no effect on "
+            f"texts. Ignore them with --data.ignore {' '.join(unread)}."
+        )
 
 
 def _render(
@@ -224,7 +237,7 @@ class PreferencePairs(PaddedRows):
         separate = sum(len(row.ids) for pair in self._pairs for row in pair[:2])
         tokens = sum(len(row.ids) for row in self._shared)
         get_logger().info(
-            "prefix sharing: %d tokens instead of %d, rows of %d", tokens, separate, self.width
+            "prefix sharing: %d tokens instead of %d, sequences of %d", tokens, separate, self.width
         )
 
     def __len__(self) -> int:

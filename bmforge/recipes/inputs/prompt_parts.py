@@ -156,7 +156,7 @@ def _import(source: str, option: str) -> ModuleType:
 def _run_file(file: Path, option: str) -> ModuleType:
     """Import a file as a module, only once, so that its classes stay the same objects."""
     if not file.is_file():
-        raise ConfigError(f"{option}: the file {str(file)!r} does not exist.")
+        raise ConfigError(f"{option}: the file {str(file)!r} does not exist. Check its path.")
     name = f"_bmforge_own_{file.resolve().as_posix()}"
     if name in sys.modules:
         return sys.modules[name]

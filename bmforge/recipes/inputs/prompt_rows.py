@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.logging import get_logger
 from bmforge.recipes.inputs.conversation_rows import drop_fields
+from bmforge.recipes.inputs.document_segments import find_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig
-from bmforge.recipes.inputs.pieces import find_tokenizer
 from bmforge.recipes.sft import read_template
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import check_fields
@@ -34,7 +34,7 @@ class PromptConfig(ExampleConfig):
 
     Args:
         paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
-            text or a list of messages); all other fields are passed to the reward functions.
+            string or a list of messages); all other fields are passed to the reward functions.
         validation: not supported; evaluate the exported model with `bmforge evaluate`.
         tokenizer: directory of the tokenizer (if None: that of `init_from`).
         seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
@@ -76,8 +76,8 @@ def open_template(
         return ChatTemplate(read_template(config, find_tokenizer(config)), tokenizer)
     if config.template is not None:
         raise ConfigError(
-            f"template={str(config.template)!r} has no effect: all prompts are texts, not lists of "
-            "messages. Leave it out."
+            f"template={str(config.template)!r} has no effect: all prompts are strings, not lists "
+            "of messages. Leave it out."
         )
     return None
 
@@ -99,9 +99,11 @@ def encode_prompts(
         tools: schemas of the tools to use for conversations that define no tools.
 
     Raises:
-        DataError: the template does not read a field, or no prompt is short enough.
+        DataError: the template does not read a field, a record has other tools than `tools`, or no
+            prompt is short enough.
     """
     if tools is not None:
+        _check_tools(prompts, tools)
         prompts = [replace(p, tools=p.tools or tools) for p in prompts]
     rows = [_encode(prompt, tokenizer, template, data.ignore) for prompt in prompts]
     short = [row for row in rows if len(row.ids) <= data.seq_len]
@@ -118,9 +120,24 @@ def encode_prompts(
     return short
 
 
+def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `DataError` if a record describes a tool that is no function of the run."""
+    functions = {tool["function"]["name"] for tool in tools}
+    for prompt in prompts:
+        described = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}
+        missing = sorted(described - functions)
+        if missing:
+            raise DataError(
+                f"{prompt.source}: 'tools' describes {', '.join(missing)}, but rollout.tools has "
+                f"only {', '.join(sorted(functions))}. Add the function to rollout.tools, or "
+                "remove it from the record."
+            )
+
+
 def _encode(
     prompt: PromptRecord, tokenizer: Any, template: ChatTemplate | None, ignore: Sequence[str]
 ) -> PromptRow:
+    options: dict[str, Any] = {}
     if isinstance(prompt.content, str):
         ids: Sequence[int] = tokenizer.encode_prompt(prompt.content)
     else:
@@ -137,10 +154,11 @@ def _encode(
             check_fields(template, messages, prompt.tools, prompt.variables)
         except DataError as error:
             raise DataError(f"{prompt.source}: {error}") from error
-        ids = template.encode(messages, prompt.tools, **prompt.variables)[1]
+        options = {"tools": prompt.tools, **prompt.variables}
+        ids = template.encode(messages, **options)[1]
     if not ids:
         raise DataError(f"{prompt.source}: the prompt is empty. Remove it.")
-    return PromptRow(tuple(ids), prompt.content, prompt.columns)
+    return PromptRow(tuple(ids), prompt.content, prompt.columns, options)
 
 
 def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> list[int]:

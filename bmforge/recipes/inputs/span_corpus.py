@@ -2,10 +2,10 @@
 
 There are three token stores: ``PREFIX_context`` has the texts with a sentinel in place of every
 span, ``PREFIX_target`` the spans, each after its sentinel, and ``PREFIX_target_offset`` the offsets
-of the spans. Sentinel k of a text is stored as vocabulary size + k. A row is `seq_len` consecutive
-tokens of the contexts, across texts; its sentinels are renumbered.
-Source: ``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which shuffles texts in every
-epoch before it cuts rows; this module cuts rows once and shuffles the rows.
+of the spans. Sentinel k of a text is stored as vocabulary size + k. A sequence is `seq_len`
+consecutive tokens of the contexts, across texts; its sentinels are renumbered. Source:
+``megatron/data/T5_dataset.py`` of TsinghuaAI/CPM-1-Pretrain, which shuffles texts in every epoch
+before it cuts sequences; this module cuts sequences once and shuffles them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _CorpusRange:
         contexts, targets, offsets: token stores of the corpus.
         starts: index of the first token of every text in `contexts`.
         first: index of the first token of this range.
-        rows: number of rows of this range.
+        rows: number of sequences of this range.
     """
 
     prefix: str
@@ -55,7 +55,7 @@ class _CorpusRange:
 
 
 class SpanCorpus:
-    """Rows of preprocessed corpora, as an `ExampleSource`.
+    """Sequences of preprocessed corpora, as an `ExampleSource`.
 
     Args:
         prefixes: path prefixes, without suffixes such as ``_context.idx``.
@@ -68,7 +68,7 @@ class SpanCorpus:
 
     Raises:
         ConfigError: `target_len` is not set.
-        DataError: a store is missing or damaged, or the data do not fill a single row.
+        DataError: a store is missing or damaged, or the data do not fill a single sequence.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SpanCorpus:
         return self._bounds[-1]
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return the row at `index`; `seed` has no effect."""
+        """Return the sequence at `index`; `seed` has no effect."""
         number = next(i for i, (a, b) in enumerate(pairwise(self._bounds)) if a <= index < b)
         part = self._parts[number]
         begin = part.first + (index - self._bounds[number]) * self._length

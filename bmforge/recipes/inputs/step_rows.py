@@ -15,7 +15,7 @@ from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.data.load.example import Example, fingerprint_of
 from bmforge.data.sources.step_labels import StepExample
 from bmforge.errors import ConfigError, DataError
-from bmforge.recipes.inputs.conversation_rows import EncodedRow
+from bmforge.recipes.inputs.conversation_rows import EncodedRow, drop_fields
 from bmforge.recipes.inputs.padded_rows import (
     PaddedRows,
     has_labels,
@@ -26,6 +26,7 @@ from bmforge.recipes.inputs.padded_rows import (
 from bmforge.recipes.inputs.preference_rows import encode_start
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.chat_template import ChatTemplate
+from bmforge.tokenizers.chat_turns import check_fields
 
 __all__ = ["LabeledSteps", "encode_steps", "split_steps"]
 
@@ -62,7 +63,7 @@ def encode_steps(
     """
     mark = tokenizer.encode(separator)
     if not mark:
-        raise ConfigError(f"step_separator={separator!r} has no tokens. Choose another text.")
+        raise ConfigError(f"step_separator={separator!r} has no tokens. Choose another separator.")
     ids = _encode_prompt(example, template, tokenizer, ignore)
     labels = [IGNORE_INDEX] * len(ids)
     for step, label in zip(example.steps, example.labels, strict=True):
@@ -93,7 +94,12 @@ def _encode_prompt(
     if isinstance(example.prompt, str):
         return encode_start(example.prompt, tokenizer)
     assert template is not None
-    return template.encode(example.prompt, tools, **variables)[1]
+    messages = drop_fields(example.prompt, ignore)
+    try:
+        check_fields(template, messages, tools, variables)
+    except DataError as error:
+        raise DataError(f"{example.location}: {error}") from error
+    return template.encode(messages, tools, **variables)[1]
 
 
 class LabeledSteps(PaddedRows):

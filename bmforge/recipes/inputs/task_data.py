@@ -138,5 +138,8 @@ def read_examples(
     if data.validation_batches is not None:
         held_out = held_out[: data.validation_batches * data.micro_batch_size]
     if not train:
-        raise DataError(f"{task.name} has no training example in {list(data.paths)}.")
+        raise DataError(
+            f"{task.name} has no training example in {list(data.paths)}. Use files with at least "
+            "one example."
+        )
     return task, train, held_out

@@ -87,7 +87,9 @@ class DocumentFile(Sequence[dict[str, Any]]):
                 file.seek(int(self._starts[index]))
                 return parse_document(file.readline(), self.where(index))
         except OSError as error:
-            raise DataError(f"{self.where(index)} cannot be read ({error}).") from error
+            raise DataError(
+                f"{self.where(index)} cannot be read ({error}). Check whether the file exists."
+            ) from error
 
     def where(self, index: int) -> str:
         """Return the location of a document as text: file and line number, counted from 1."""
@@ -309,7 +311,9 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
     try:
         entries = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the mixture file {str(file)!r} ({error}).") from error
+        raise ConfigError(
+            f"cannot read the mixture file {str(file)!r} ({error}). Pass the path of a JSON file."
+        ) from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(
             f"{str(file)!r} must contain a list of objects with 'path' and 'task_name'."

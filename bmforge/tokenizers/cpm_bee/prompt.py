@@ -194,7 +194,7 @@ def _tokens_of(
     where = ".".join(("<ans>", *path))
     if not texts or isinstance(texts, str):
         raise ConfigError(
-            f"the constraint of {where} must be a list of at least one text, not {texts!r}."
+            f"the constraint of {where} must be a non-empty list of strings, not {texts!r}."
         )
     allowed = []
     for text in texts:

@@ -66,8 +66,8 @@ def flatten_document(
     """
     if not isinstance(document, dict):
         raise DataError(
-            "a document must be a dict of texts such as {'input': '...', '<ans>': ''}, not a "
-            f"{type(document).__name__}."
+            "a document must be a dict of strings, such as {'input': '...', '<ans>': ''}, not "
+            f"a {type(document).__name__}."
         )
     if ANSWER_KEY not in document:
         raise DataError(
@@ -103,7 +103,7 @@ class _Walk(NamedTuple):
         if isinstance(data, dict):
             for key in self._ordered(data, path, within):
                 if not isinstance(key, str):
-                    raise DataError(f"the key {key!r} at {_shorten(path)} must be a text.")
+                    raise DataError(f"the key {key!r} at {_shorten(path)} must be a string.")
                 key_path = (*path, key)
                 self.segments.append(Segment(key, parent, depth, key_path, within_answer=within))
                 below = within or (depth == 1 and key == ANSWER_KEY)
@@ -114,7 +114,7 @@ class _Walk(NamedTuple):
         if not isinstance(data, str):
             raise DataError(
                 f"the value at {_shorten(path)} is {data!r} of type {type(data).__name__} "
-                "(needed: a text or a dict of texts). Write numbers as texts, and lists as "
+                "(needed: a string or a dict of strings). Write numbers as strings, and lists as "
                 "dicts."
             )
         self.segments.append(Segment(data, parent, depth, path, within, within))

@@ -72,7 +72,7 @@ def choose_option(
         DataError: there are fewer than two options, or `answer` is not the index of an option.
     """
     if len(options) < 2 or isinstance(options, str):
-        raise DataError(f"options={options!r} must contain at least two texts.")
+        raise DataError(f"options={options!r} must contain at least two strings.")
     names = [f"<option_{i}>" for i in range(len(options))]
     if answer is not None and not 0 <= answer < len(names):
         raise DataError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from bmforge.errors import ConfigError, DataError
-from bmforge.tokenizers.base import VOCABULARY_FILE, Tokenizer
+from bmforge.tokenizers.base import VOCABULARY_FILE, VocabularyTokenizer
 from bmforge.tokenizers.longest_match import LongestMatcher
 
 __all__ = ["CPMBeeTokenizer", "is_special"]
@@ -28,7 +28,7 @@ _MARK = re.compile(r"<<|<[^<>]+>|<")
 _WRITTEN_AS = {"</n>": "\n", "</_>": " "}
 
 
-class CPMBeeTokenizer(Tokenizer):
+class CPMBeeTokenizer(VocabularyTokenizer):
     """Tokenizer of CPM-Bee; with `encode_extended`, decoding restores every text exactly.
 
     Args:
@@ -63,7 +63,7 @@ class CPMBeeTokenizer(Tokenizer):
                 f"the vocabulary has {len(tokens) - len(ids)} duplicate tokens (a line break is "
                 "written '</n>', a space '</_>'). Remove the duplicates."
             )
-        self._tokens, self._ids = list(tokens), ids
+        self._tokens, self._vocabulary = list(tokens), ids
         self._decoder = list(ids)
         self.special_tokens = {token: i for token, i in ids.items() if is_special(token)}
         plain = {token: i for token, i in ids.items() if token not in self.special_tokens}
@@ -94,40 +94,31 @@ class CPMBeeTokenizer(Tokenizer):
     @cached_property
     def pad_id(self) -> int:
         """Id of the padding token."""
-        return self._ids["<pad>"]
+        return self._vocabulary["<pad>"]
 
     @cached_property
     def bos_id(self) -> int:
         """Id of the token at the beginning of a text."""
-        return self._ids["<s>"]
+        return self._vocabulary["<s>"]
 
     @cached_property
     def eos_id(self) -> int:
         """Id of the token at the end of a text."""
-        return self._ids["</s>"]
+        return self._vocabulary["</s>"]
 
     @cached_property
     def unk_id(self) -> int:
         """Id of the unknown token, for text that the vocabulary cannot represent."""
-        return self._ids["<unk>"]
+        return self._vocabulary["<unk>"]
 
     @cached_property
     def mask_id(self) -> int:
         """Id of the token for a blank."""
-        return self._ids["<mask>"]
+        return self._vocabulary["<mask>"]
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, escaped as in the vocabulary file; None if it is missing."""
-        return self._ids.get(_WRITTEN_AS.get(token, token))
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return a dict from token to id; tokens contain unescaped spaces and newlines."""
-        return dict(self._ids)
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary; extension ids start here."""
-        return len(self._tokens)
+        return self._vocabulary.get(_WRITTEN_AS.get(token, token))
 
     @staticmethod
     def escape(text: str) -> str:
@@ -144,7 +135,7 @@ class CPMBeeTokenizer(Tokenizer):
             DataError: a ``<`` does not begin a special token.
         """
         ids, table = self.encode_extended(text)
-        unknown = self._ids["<unk>"]
+        unknown = self._vocabulary["<unk>"]
         return [unknown if id in table else id for id in ids] if table else ids
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
@@ -177,9 +168,9 @@ class CPMBeeTokenizer(Tokenizer):
                     _extend(part, table, numbers, len(self)) if special_id is None else special_id
                 )
                 continue
-            for piece, id in self._matcher.match(part):
+            for token, id in self._matcher.match(part):
                 if id is None:
-                    id = _extend(self.escape(piece), table, numbers, len(self))
+                    id = _extend(self.escape(token), table, numbers, len(self))
                 ids.append(id)
         return ids, table
 

@@ -72,7 +72,8 @@ class Transform:
         where = ".".join(target)
         if len(target) > MAX_NESTING:
             raise ConfigError(
-                f"the transform's target {where!r} is nested deeper than {MAX_NESTING} levels."
+                f"the transform's target {where!r} is nested deeper than {MAX_NESTING} levels. Use "
+                "fewer levels."
             )
         if isinstance(shape, Mapping):
             for key, value in shape.items():
@@ -80,8 +81,8 @@ class Transform:
             return
         if not isinstance(shape, str):
             raise ConfigError(
-                f"the transform sets {where!r} to {shape!r} (allowed: a constant text, or a source "
-                "such as '$a.b')."
+                f"the transform sets {where!r} to {shape!r} (allowed: a constant string, or a "
+                "source such as '$a.b')."
             )
         source = None
         if shape.startswith("$") and not shape.startswith("$$"):

@@ -276,7 +276,7 @@ class Checkpointer:
         Args:
             step: number of completed optimizer steps.
             model: model to save; its tensors may be changed as soon as this method returns.
-            optimizers: optimizer, or sequence of optimizers, or None.
+            optimizers: optimizer, or sequence of optimizers; None to save no optimizer state.
             state: JSON-serializable state, the same on every process.
             keep_step: step of an earlier checkpoint that must not be deleted, if any.
         """

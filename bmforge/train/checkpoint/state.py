@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
-from bmforge.memory.state_storage import Home
+from bmforge.memory.state_storage import StateStorage
 from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
 from bmforge.records import laid_out, side_of
 from bmforge.shards import (
@@ -122,7 +122,7 @@ def read_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def _as_source(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Home):
+    if isinstance(value, StateStorage):
         return Source(parameter, value)
     return Source(value) if isinstance(value, Tensor) else value
 
@@ -329,7 +329,7 @@ def check_json(value: Any, where: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"{where} has the key {key!r}, but only text keys can be saved."
+                    f"{where} has the key {key!r}, but only string keys can be saved."
                 )
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
@@ -337,6 +337,6 @@ def check_json(value: Any, where: str) -> None:
             check_json(item, f"{where}[{index}]")
     elif not isinstance(value, str | int | float | bool | None):
         raise CheckpointError(
-            f"{where} is a {type(value).__name__}, but only numbers, texts, lists, dicts and "
+            f"{where} is a {type(value).__name__}, but only numbers, strings, lists, dicts and "
             "None can be saved."
         )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bmforge.device import is_host
 from bmforge.memory.copies import CopyEngine, Ticket
-from bmforge.memory.gradients import Gradient, LeftGradient, left_gradient
-from bmforge.memory.state_storage import Home
+from bmforge.memory.gradients import Gradient, OffloadedGradient, offloaded_gradient
+from bmforge.memory.state_storage import StateStorage
 from bmforge.shards import is_streamed, laid_out_like, local_tensor
 from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain
 from bmforge.train.optim.muon import Muon, update_
@@ -51,10 +51,10 @@ class Away:
     parameter: nn.Parameter
     order: int
     engine: CopyEngine
-    homes: dict[str, Home]
-    master: Home | None = None
+    homes: dict[str, StateStorage]
+    master: StateStorage | None = None
     steps: int = 0
-    left: LeftGradient | None = None
+    left: OffloadedGradient | None = None
     tickets: list[Ticket] = field(default_factory=list)
     changed: Callable[[], None] | None = None
     early: Tensor | None = None
@@ -79,7 +79,7 @@ class Away:
 
     def take_gradient(self) -> Gradient | None:
         """Return the gradient of the step; None if the parameter has none."""
-        left = left_gradient(self.parameter)
+        left = offloaded_gradient(self.parameter)
         if left is not None:
             return left.take()
         gradient, self.early = self.early, None
@@ -219,7 +219,7 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters; offloaded ones are complete when `Away.wait` returns."""
+        """Update the parameters; offloaded ones are updated in a thread (see `Away.wait`)."""
         ready = [
             (self.away[id(p)], group)
             for group in self.param_groups
@@ -276,7 +276,7 @@ class OffloadedMuon(_OffloadingOptimizer, Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all matrices; all processes of a sharded parameter's mesh must call this."""
+        """Update all matrices; all processes of a sharded parameter's mesh must call it."""
         todo = []
         for group in self.param_groups:
             for p in group["params"]:

@@ -16,10 +16,10 @@ from bmforge.device import is_host, memory_room_bytes, wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.gradients import Backlog, LeftGradient, wait_before_use
-from bmforge.memory.offload import OffloadConfig, check_room, choose_parameters
+from bmforge.memory.gradients import Backlog, OffloadedGradient, wait_before_use
+from bmforge.memory.offload import OffloadConfig, check_host_memory, choose_parameters
 from bmforge.memory.spill import SpillFile, format_bytes
-from bmforge.memory.state_storage import Home, home_bytes
+from bmforge.memory.state_storage import StateStorage, storage_bytes
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
 from bmforge.records import laid_out, note_
@@ -192,7 +192,7 @@ class StateOffload:
         if self._leaves:
             # Buffer that receives gradients, and buffer that accumulates them over micro-batches.
             needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
-        check_room(needed)
+        check_host_memory(needed)
 
     def _send_one(self, order: int, parameter: nn.Parameter) -> Away:
         local = local_tensor(parameter.detach())
@@ -200,7 +200,9 @@ class StateOffload:
         homes = {name: self._home(local, signed) for name, signed in states.items()}
         offloaded = Away(parameter, order, self.engine, homes)
         if self._has_master(parameter):
-            offloaded.master = Home(local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk)
+            offloaded.master = StateStorage(
+                local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk
+            )
             offloaded.master.put(0, source_of(parameter).read())
             note_(parameter, master=offloaded.master)
         return offloaded
@@ -227,8 +229,9 @@ class StateOffload:
     def _find_narrow(self, chosen: set[int]) -> set[int]:
         """Return the ids of parameters that are stored on the device only in bfloat16.
 
-        These are the parameters of units that compute in bfloat16 and are offloaded completely, if
-        gradients are offloaded too: otherwise gradients would also be accumulated in bfloat16.
+        These are the parameters of FSDP units that compute in bfloat16 and are offloaded
+        completely, if gradients are offloaded too: otherwise gradients would also be accumulated in
+        bfloat16.
         """
         if not self._leaves:
             return set()
@@ -246,13 +249,13 @@ class StateOffload:
             if key not in late:
                 label = f"parameter {offloaded.order}"
                 disk = self._disk if is_streamed(offloaded.parameter) else None
-                offloaded.left = LeftGradient(
+                offloaded.left = OffloadedGradient(
                     offloaded.parameter, self.engine, self._backlog, disk, label
                 )
 
-    def _home(self, local: Tensor, signed: bool) -> Home:
+    def _home(self, local: Tensor, signed: bool) -> StateStorage:
         kind = self.config.states
-        return Home(
+        return StateStorage(
             local.numel(), kind, dtype=wide_dtype(local.dtype), disk=self._disk, signed=signed
         )
 
@@ -262,11 +265,11 @@ class StateOffload:
         count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
         if not everywhere:
             return count * local.numel() * width.itemsize
-        sizes = [home_bytes(local.numel(), self.config.states, width)] * count
+        sizes = [storage_bytes(local.numel(), self.config.states, width)] * count
         if self._has_master(parameter):
-            sizes.append(home_bytes(local.numel(), "fp32", width))
+            sizes.append(storage_bytes(local.numel(), "fp32", width))
         if is_streamed(parameter):
-            sizes.append(home_bytes(local.numel(), "fp32", width))  # gradient
+            sizes.append(storage_bytes(local.numel(), "fp32", width))  # gradient
         return sum(SpillFile.rounded(size) for size in sizes)
 
     def _summed_late(self) -> set[int]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, DistributedError, suggest
-from bmforge.parallel import left_gradient, pipeline_of
+from bmforge.parallel import offloaded_gradient, pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon
 from bmforge.train.optim.groups import (
@@ -80,7 +80,7 @@ class OptimConfig:
     groups: tuple[OptimGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values out of range or without effect."""
+        """Raise `ConfigError` for values out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
                 f"unknown optimizer: optim.name={self.name!r} (known: "
@@ -295,7 +295,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | nn.Module, max_norm: float | 
     for parameter in parameters:  # not by gradient, so that all processes have the same buckets
         key = _sharded_over(parameter)
         bucket = buckets.setdefault(key, [])
-        left = left_gradient(parameter)
+        left = offloaded_gradient(parameter)
         if left is None and parameter.grad is not None:
             _sharded_over(parameter.grad)  # raises for a gradient that is not reduced yet
         if id(parameter) in elsewhere:
@@ -346,7 +346,7 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
 def _scale_gradients_(parameters: Iterable[Tensor], coefficient: float) -> None:
     gradients = []
     for parameter in parameters:
-        left = left_gradient(parameter)
+        left = offloaded_gradient(parameter)
         if left is not None:
             left.scale_(coefficient)
         elif parameter.grad is not None:

@@ -21,7 +21,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class OptimGroup:
-    """Parameters with separate optimizer settings; if None, the setting of `OptimConfig` is used.
+    """Parameters with separate optimizer settings, which default to those of `OptimConfig`.
 
     Args:
         glob: name glob of the parameters, see `surgery`; the first matching group applies.
@@ -34,7 +34,7 @@ class OptimGroup:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values out of range, or for a group without settings."""
+        """Raise `ConfigError` for values out of range, or for a group without settings."""
         for field in ("lr", "weight_decay"):
             value = getattr(self, field)
             if value is not None and not (value >= 0.0 and math.isfinite(value)):

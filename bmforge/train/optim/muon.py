@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run one step; all processes of a sharded parameter's mesh must call this."""
+        """Run one step; all processes of a sharded parameter's mesh must call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -233,7 +233,8 @@ def _read_results(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(results, dict):
         raise DataError(
-            f"{path} must contain a JSON object of numbers, not {type(results).__name__}."
+            f"{path} must contain a JSON object of numbers, not {type(results).__name__}. Remove "
+            "the file, or evaluate again."
         )
     return results
 

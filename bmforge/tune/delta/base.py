@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn.low_rank import settle_low_rank_
-from bmforge.nn.part import BesidePart, attach_part_, detach_part_, tensor_notes
+from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
-from bmforge.nn.random_init import draw_tensor_
+from bmforge.nn.random_init import init_from_note_
 from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
@@ -238,7 +238,7 @@ class AttachedDelta:
             for key, note in tensor_notes(part).items():
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
-                    draw_tensor_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
+                    init_from_note_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
             settle_low_rank_(self.model.get_submodule(owner), part)
             settle_rows_(self.model.get_submodule(owner), part)
         return self
@@ -297,7 +297,7 @@ class AttachedDelta:
             return self
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
+            if isinstance(part, AdapterModule):
                 detach_part_(module, slot)
             else:
                 setattr(module, slot, None)
@@ -320,7 +320,7 @@ class AttachedDelta:
             raise ConfigError(f"{taken[0]} has another adapter {self.name!r}. Detach it first.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
-            if isinstance(part, BesidePart):
+            if isinstance(part, AdapterModule):
                 attach_part_(module, slot, part)
                 self._restore_order_(module)
             else:
@@ -333,7 +333,7 @@ class AttachedDelta:
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):
-                if isinstance(module._modules.get(slot), BesidePart):
+                if isinstance(module._modules.get(slot), AdapterModule):
                     module._modules[slot] = module._modules.pop(slot)
 
     def remove(self) -> None:
@@ -394,6 +394,6 @@ class AttachedDelta:
         """Show the adapter's name, number of modules, number of parameters, and state."""
         state = "merged" if self.merged else "attached" if self.is_attached() else "detached"
         return (
-            f"{type(self).__name__}({self.name!r}, {len(self.held)} places, "
+            f"{type(self).__name__}({self.name!r}, {len(self.held)} modules, "
             f"{self.count_parameters()} parameters, {state})"
         )

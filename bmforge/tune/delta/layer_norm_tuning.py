@@ -17,7 +17,7 @@ __all__ = ["LayerNormTuning"]
 
 
 class LayerNormTuning(Delta):
-    """Adapter that trains the weights and biases of the norms; `detach` restores the base's.
+    """Adapter that trains the weights and biases of the norms; `detach` restores the originals.
 
     It has no options. Adapters of this type on the same model must train different norms.
 
@@ -75,7 +75,7 @@ class LayerNormTuning(Delta):
 
     @torch.no_grad()
     def _swap_(self) -> None:
-        """Exchange the base's and the trained values; the base's values are frozen."""
+        """Swap the norms' base values and trained values; base values in the model are frozen."""
         named = dict(self.model.named_parameters())
         for name, other in self._other.items():
             was_trained = named[name].requires_grad

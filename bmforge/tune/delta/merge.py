@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
 from bmforge.nn.channel import Gain, Shift
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
-from bmforge.nn.part import beside_parts, detach_part_
+from bmforge.nn.part import adapters_of, detach_part_
 from bmforge.nn.token_rows import TokenRows
 from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licenses
 from bmforge.shards import is_streamed, is_torchao, whole_tensor
@@ -137,8 +137,9 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
                 setattr(model.get_submodule(target), key, original)
             else:
                 write_local_(get_parameter(model, target, key), original)
-    for delta in deltas:
+    for delta in deltas:  # all, before `attach` compares an adapter with those still merged
         delta.merged = False
+    for delta in deltas:
         delta.attach()
 
 
@@ -207,7 +208,7 @@ def _chain(model: nn.Module, target: str) -> list[_Link]:
             if entry.owner == owner and (delta.merged or delta.is_attached())
         ]
         parts = {id(link.part) for link in delta_links}
-        attached = (part for _, part in beside_parts(model.get_submodule(owner)))
+        attached = (part for _, part in adapters_of(model.get_submodule(owner)))
         links += [_Link(None, owner, part) for part in attached if id(part) not in parts]
         links += delta_links
     return links

@@ -269,7 +269,7 @@ def to_our_names(
 def _owner(
     model: nn.Module, delta: AttachedDelta, published: Mapping[str, list[str]], published_name: str
 ) -> str:
-    """Return bmforge's name of the module with the adapter of a Hugging Face module."""
+    """Return the bmforge name of the module that holds the adapter of a Hugging Face module."""
     own = {part.owner for part in delta.held}
     reads_at = delta.options.get("reads_at") or {}
     written = [writes for writes, reads in reads_at.items() if reads == published_name]
@@ -306,7 +306,7 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
 
 
 def _side(model: nn.Module, published: Mapping[str, list[str]], published_name: str) -> str:
-    """Return the name of bmforge's attention or MLP that contains a Hugging Face module."""
+    """Return the bmforge name of the attention or MLP that contains a Hugging Face module."""
     inside = [
         n
         for t in published

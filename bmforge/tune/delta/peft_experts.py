@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?:model\.)?(layers\.\d+\.mlp\.experts)(?:\.base_layer)*")
 
 
 def expert_owner(model: nn.Module, name: str) -> str | None:
-    """Return bmforge's name of transformers' stacked-experts module `name`, or None."""
+    """Return bmforge's name of the stacked experts that transformers calls `name`, if any."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -75,8 +75,8 @@ def _read_stack(name: str, part: Any, first: Tensor, second: Tensor) -> dict[str
             rows = [int(getattr(part, f"{key}_up").shape[1]) for key in keys]
             wide = getattr(part, f"{keys[0]}_down").shape[2]
             if (up.shape[1], down.shape[2]) == (sum(rows), wide):
-                pieces = zip(keys, up.split(rows, 1), strict=True)
-                factors = {f"{key}_up": piece for key, piece in pieces}
+                chunks = zip(keys, up.split(rows, 1), strict=True)
+                factors = {f"{key}_up": chunk for key, chunk in chunks}
                 return factors | {f"{key}_down": down for key in keys}
     raise CheckpointError(
         f"the LoRA factors of {name} have the shapes {tuple(first.shape)} and "

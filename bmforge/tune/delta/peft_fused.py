@@ -40,17 +40,17 @@ def split_fused(
         )
     key = _LEAVES[leaf]
     tensor = tensor.flatten() if key == "weight" else tensor
-    pieces = [tensor] * len(parts)
+    chunks = [tensor] * len(parts)
     if key == "down" and ranks is not None:
-        pieces = list(tensor.split(ranks))
+        chunks = list(tensor.split(ranks))
     elif key != "down" and rows and sum(rows) == tensor.shape[0]:
-        pieces = list(tensor.split(rows))
+        chunks = list(tensor.split(rows))
         if key == "up" and ranks is not None:
             ends = [sum(ranks[: number + 1]) for number in range(len(ranks))]
-            pieces = [p[:, e - r : e] for p, e, r in zip(pieces, ends, ranks, strict=True)]
+            chunks = [p[:, e - r : e] for p, e, r in zip(chunks, ends, ranks, strict=True)]
     return {
-        f"{attached.owner}.{attached.slot}.{key}": piece
-        for attached, piece in zip(parts, pieces, strict=True)
+        f"{attached.owner}.{attached.slot}.{key}": chunk
+        for attached, chunk in zip(parts, chunks, strict=True)
         if attached is not None
     }
 

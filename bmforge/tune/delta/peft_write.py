@@ -105,7 +105,7 @@ def _is_of_a_part(delta: AttachedDelta) -> Callable[[str], bool]:
 def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     """Return True if PEFT can represent the parameters that are trained in full.
 
-    They must be all those of modules with Hugging Face names; for a prompt, only the task's head.
+    PEFT stores only whole modules with Hugging Face names; for a prompt, only the task's head.
     """
     wholes = set(delta.wholes())
     if delta.peft_type == "LN_TUNING":
@@ -159,7 +159,7 @@ def write_tensors(
         wholes: parameters trained in full (`modules_to_save`).
 
     Returns:
-        tensors by PEFT name, ranks of the parts by fused layer, and PEFT's config fields of ranks
+        tensors by PEFT's name, ranks by fused layer, and PEFT's config fields for these ranks
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
@@ -257,7 +257,7 @@ def _prompt_rows(delta: AttachedDelta) -> Tensor:
 def _join_gain(
     model: nn.Module, owners: list[str], parts: list[Any], start: str
 ) -> tuple[dict[str, Tensor], list[int]]:
-    pieces = [
+    chunks = [
         torch.ones(rows_of(model, n)) if part is None else part.weight.detach()
         for n, part in zip(owners, parts, strict=True)
     ]
@@ -265,7 +265,7 @@ def _join_gain(
     if enters:
         first = next(p.weight.detach() for p in parts if p is not None)
         return {f"{start}ia3_l": first[None]}, []
-    return {f"{start}ia3_l": torch.cat([p.to(pieces[-1].dtype) for p in pieces])[:, None]}, []
+    return {f"{start}ia3_l": torch.cat([p.to(chunks[-1].dtype) for p in chunks])[:, None]}, []
 
 
 def _join_low_rank(
@@ -300,14 +300,14 @@ def _join_low_rank(
                 up[row : row + rows[number], column : column + ranks[number]] = part.up.detach()
         factors["lora_B.weight"] = up
     for key, leaf in (("bias", "lora_B.bias"), ("magnitude", "lora_magnitude_vector")):
-        pieces = [getattr(part, key) for part in present]
-        if pieces[0] is not None:
+        chunks = [getattr(part, key) for part in present]
+        if chunks[0] is not None:
             if len(present) != len(parts):
                 raise ConfigError(
                     f"{key} is set for only some of {', '.join(owners)}, which are one layer in "
                     f"PEFT's format. Set {key} for all of them, or for none."
                 )
-            factors[leaf] = torch.cat([p.detach() for p in pieces])
+            factors[leaf] = torch.cat([p.detach() for p in chunks])
     return {f"{start}{leaf}": tensor.contiguous() for leaf, tensor in factors.items()}, split
 
 

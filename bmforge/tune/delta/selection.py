@@ -21,7 +21,7 @@ from bmforge.nn.adapter_selection import (
     run_with_selection,
 )
 from bmforge.nn.batched_low_rank import batch_choices
-from bmforge.nn.part import BesidePart
+from bmforge.nn.part import AdapterModule
 from bmforge.surgery import wrap_forward_, wrappers_of
 from bmforge.tune.delta.attached import (
     AdapterLike,
@@ -150,8 +150,8 @@ def per_sample_selection(model: nn.Module, names: AdapterNames) -> Selection:
             samples[name].append(number)
     device = next(model.parameters()).device
     choices: dict[nn.Module, AdapterChoice] = {}
-    attached: dict[str, dict[BesidePart, AdapterChoice]] = {}
-    numbers: dict[BesidePart, list[int]] = {}
+    attached: dict[str, dict[AdapterModule, AdapterChoice]] = {}
+    numbers: dict[AdapterModule, list[int]] = {}
     for name, delta in deltas_of(model).items():
         own_samples = samples[name]
         index = None if len(own_samples) == len(rows) else torch.tensor(own_samples, device=device)
@@ -190,9 +190,9 @@ def _check_available(delta: AdapterLike) -> None:
 
 def _has_samples(model: nn.Module, attached: Held) -> bool:
     """Return True if the first dimension of the module's input is the batch dimension."""
-    if not isinstance(attached.part, BesidePart) or is_in_mixture(model, attached.owner):
+    if not isinstance(attached.part, AdapterModule) or is_in_mixture(model, attached.owner):
         return False
-    return not getattr(model.get_submodule(attached.owner), "asks_parts", False)
+    return not getattr(model.get_submodule(attached.owner), "applies_adapters", False)
 
 
 def accept_adapter_names_(model: nn.Module) -> None:

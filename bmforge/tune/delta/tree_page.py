@@ -65,11 +65,11 @@ def write_tree_page(path: Path, row: ModuleRun, title: str) -> Path:
     types = "".join(f"<option>{name}</option>" for name in _TYPES)
     body = "".join(_line(depth, line_row) for depth, line_row in walk_rows(row))
     section = (
-        f"<p>{html.escape(summary)}. Click rows to select targets: the code below attaches a delta "
-        'to them. <span class="trained">trained</span> <span class="frozen">frozen</span> '
-        f'<span class="delta">delta</span></p><div id="say"><select id="type">{types}</select> '
-        '<button id="copy">copy</button><pre><code id="line"></code></pre></div>'
-        f"<table><tbody>{body}</tbody></table>"
+        f"<p>{html.escape(summary)}. Click rows to select targets: the code below attaches an "
+        'adapter to them. <span class="trained">trained</span> <span '
+        'class="frozen">frozen</span> <span class="delta">delta</span></p><div id="say"><select '
+        f'id="type">{types}</select> <button id="copy">copy</button><pre><code '
+        f'id="line"></code></pre></div><table><tbody>{body}</tbody></table>'
     )
     return write_page(path, title, "module tree", [section], style=_STYLE, script=_SCRIPT)
 

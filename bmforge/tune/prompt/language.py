@@ -174,7 +174,9 @@ def _read_literal(piece: str, fail: Callable[[str], TemplateError]) -> Mapping[A
                     for key, value in pairs
                 }
     except SyntaxError as error:
-        raise fail(f"a value is not a Python literal ({error.msg}). Put texts in quotes.") from None
+        raise fail(
+            f"a value is not a Python literal ({error.msg}). Put strings in quotes."
+        ) from None
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise fail(f"a value is not a Python literal ({error!s:.60}).") from None
     raise fail('a piece must have the form {"key": value, ...} or {"key"}.')

@@ -46,5 +46,5 @@ def list_post_processing() -> tuple[str, ...]:
 
 
 def take_post_processing(name: str) -> Process | None:
-    """Return the text function registered under a name, or None."""
+    """Return the text function registered under a name; None if there is none."""
     return _BUILT_IN.get(name)

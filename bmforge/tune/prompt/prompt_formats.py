@@ -116,10 +116,7 @@ def _ask_other(model: Any) -> Asking:
 
 
 def role_token(tokenizer: Tokenizer, roles: tuple[str, ...]) -> int | None:
-    """Return the token id for the first of `roles` that the tokenizer defines.
-
-    None if there is none.
-    """
+    """Return the id of the first of `roles` that the tokenizer defines; None if it defines none."""
     ids = (tokenizer.role_id(role) for role in roles)
     return next((id for id in ids if id is not None), None)
 

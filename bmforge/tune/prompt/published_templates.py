@@ -33,7 +33,7 @@ class Published:
     """Templates and label words of a task.
 
     Args:
-        templates: texts in the template language.
+        templates: templates as strings in the template language.
         words: words of every class in the task's order; () for a generation task.
     """
 

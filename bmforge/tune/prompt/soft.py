@@ -45,8 +45,8 @@ def number_rows(
 ) -> tuple[tuple[SoftRow, ...], list[tuple[int, ...]]]:
     """Assign soft tokens to pieces; return all soft tokens, and their indices for each piece.
 
-    Indices start at 1. Pieces with the same soft_id share soft tokens; a word has one soft token
-    per token.
+    Indices start at 1. Pieces with the same soft_id share soft tokens; a word gets one soft token
+    for each of its tokens.
     """
     rows: list[SoftRow] = []
     shared: dict[int, tuple[int, ...]] = {}

@@ -316,7 +316,8 @@ def fill_piece(piece: Piece, fields: Mapping[str, Any], meta: Mapping[str, Any])
             return _process_value(piece, values[piece.value])
     has = ", ".join(dict.fromkeys([*meta, *fields] if piece.kind == "meta" else fields))
     raise ConfigError(
-        f"the template needs the {piece.kind} {piece.value!r}, but the example has only {has}."
+        f"the template needs the {piece.kind} {piece.value!r}, but the example has only {has}. "
+        "Add the entry to the example, or change the template."
     )
 
 
@@ -336,8 +337,8 @@ def _process_value(piece: Piece, value: Any) -> str:
     except (TypeError, ValueError) as error:
         problem = str(error)
     raise ConfigError(
-        f"the {piece.kind} {piece.value!r} cannot be inserted into the template: {problem}. Add "
-        "a post_processing that returns a text."
+        f"the {piece.kind} {piece.value!r} cannot be inserted into the template: {problem}. Add a "
+        "post_processing that returns a string."
     )
 
 

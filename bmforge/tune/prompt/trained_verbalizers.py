@@ -211,7 +211,7 @@ class PrototypeVerbalizer(nn.Module):
 
 
 def _compare(first: Tensor, other: Tensor) -> Tensor:
-    """Return the cosine similarities of all pairs of rows."""
+    """Return the cosine similarities of all pairs of vectors."""
     return F.normalize(first, dim=-1) @ F.normalize(other, dim=-1).T
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
-from bmforge.tokenizers.word_pieces import has_chinese
+from bmforge.tokenizers.word_encoder import has_chinese
 
 __all__ = ["Words", "check_left", "check_shared", "read_words", "spell_word"]
 

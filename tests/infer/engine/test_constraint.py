@@ -156,8 +156,8 @@ def test_names_of_special_tokens_are_written_as_characters(kind: str, form: str)
     [
         (lambda: Constraint.json_schema("{"), "is not valid JSON"),
         (lambda: Constraint.json_schema("3"), "must be a JSON object"),
-        (lambda: Constraint.choices([]), "at least one text"),
-        (lambda: Constraint.choices("yes"), "at least one text"),
+        (lambda: Constraint.choices([]), "at least one string"),
+        (lambda: Constraint.choices("yes"), "at least one string"),
         (lambda: Constraint.regex(""), "is empty"),
     ],
 )

@@ -179,7 +179,7 @@ def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("inputs", "error", "problem"),
     [
         ([], ConfigError, "at least one"),
-        ([[]], ConfigError, "an empty text"),
+        ([[]], ConfigError, "an empty string"),
         ([[1, 97]], ShapeError, "vocab_size=97"),
         ([[-1]], ShapeError, "vocab_size=97"),
         ([[1] * 129], ConfigError, "allowed: 1 to 128"),

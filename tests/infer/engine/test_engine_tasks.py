@@ -76,7 +76,7 @@ def test_embeddings(tmp_path: Path) -> None:
                 torch.testing.assert_close(got, torch.cat(want), rtol=1e-6, atol=1e-6)
         with pytest.raises(ConfigError, match="unknown pooling: pooling='max'"):
             engine.embed(texts, pooling="max")
-        with pytest.raises(ConfigError, match="an empty text"):
+        with pytest.raises(ConfigError, match="an empty string"):
             engine.embed(["a", " "])
         with pytest.raises(ConfigError, match="allowed: 1 to 32"):
             engine.embed("a" * 31)

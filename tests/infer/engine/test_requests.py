@@ -353,7 +353,7 @@ def test_what_watches_ends_its_own_request(kind: str) -> None:
 def test_bad_input_is_refused_before_anything_runs() -> None:
     model = make("gpt2")
     bad: list[tuple[Any, Any, str]] = [
-        ([], {}, "at least one token id"),
+        ([], {}, "a non-empty list of token ids"),
         ("text", {}, "tokenizer"),
         ([1, 97], {}, "ids from 1 to 97"),
         ([-1], {}, "ids from -1"),

@@ -43,7 +43,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 def follow(model: Any, run: Callable[[Any], Any]) -> int:
     """Bytes that are alive at once at most while a real model runs, without its weights."""
     follower = Follower()
-    follower.know(persistent_tensors(model).values())
+    follower.register(persistent_tensors(model).values())
     with torch.no_grad(), follower:
         run(model)
     return max(itertools.accumulate(size for size, _, _ in follower.events))
@@ -71,6 +71,18 @@ def test_it_is_what_a_step_takes(kind: str, rows: int, tokens: int) -> None:
     assert 0.97 * real <= planned <= 1.5 * real + 40 * rows * 500
     described = find_workspace(copy_to_meta(model), rows, tokens)
     assert described == found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_chunks_of_prompts_need_less_than_whole_prompts(kind: str) -> None:
+    """The KV cache is that of all sequences, the step that of one sequence of maximum length."""
+    model = MAKERS[kind]()
+    whole, chunked = find_workspace(model, 16, 256), find_workspace(model, 16, 256, 128)
+    one, short = find_workspace(model, 1, 256), find_workspace(model, 16, 32, 128)
+    assert chunked.cache_bytes == whole.cache_bytes == 16 * one.cache_bytes
+    assert chunked.step_bytes == max(one.step_bytes, 500 * max(16 * 40, 128 * 8))
+    assert one.step_bytes <= chunked.step_bytes < whole.step_bytes / 4
+    assert short.step_bytes >= find_workspace(model, 4, 32).step_bytes  # 4 x 32 = 128 tokens
 
 
 def test_a_packed_head_is_never_a_matrix_of_floats() -> None:

@@ -340,7 +340,7 @@ def test_saving_the_model_loses_nothing(tmp_path: Path) -> None:
         (lambda m: SoftPrompt(m, length=32), "leaves no positions"),
         (lambda m: ParallelAdapter(m, [("attn", "norm")]), "match the same number"),
         (lambda m: Adapter(m, activation="glue"), "activation='glue'"),
-        (lambda m: IA3(m, ["mlp"]), "channel scales support only linear layers"),
+        (lambda m: IA3(m, ["mlp"]), "IA3 supports only linear layers"),
     ],
 )
 def test_what_cannot_be(build: Callable[[GPT2], Delta], said: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bmforge.errors import ConfigError
@@ -107,6 +107,12 @@ CASES: dict[str, Any] = {
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(**CASES)
+@example(  # two of three are unmerged at once
+    family="gpt2",
+    kinds=["dora", "bitfit", "bitfit"],
+    weights=[1.0, 1.0, 1.0],
+    steps=[("merge", {"a", "b", "c"}), ("unmerge", {"b", "c"})],
+)
 def test_any_order_keeps_the_logits(
     family: str, kinds: list[str], weights: list[float], steps: list[Any]
 ) -> None:

@@ -81,7 +81,7 @@ def check_no_trace(kinds: list[str], rows: list[str | None], action: str) -> Non
             with choosing_deltas(model, check_names(model, [r for r in rows if r in set("abc")])):
                 model(IDS)
         elif action == "wrong name":
-            with pytest.raises(ConfigError, match="no delta"):
+            with pytest.raises(ConfigError, match="no adapter"):
                 model(IDS, adapter_names=[*rows[1:], "z"])
         else:
             with pytest.raises(ZeroDivisionError):

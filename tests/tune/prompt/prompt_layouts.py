@@ -35,7 +35,7 @@ from bmforge.parallel import (
     run_step,
     sum_over_axes,
 )
-from bmforge.testing.character_tokenizer import letters_for
+from bmforge.testing.character_tokenizer import character_tokenizer_for
 from bmforge.testing.prompt_suite import PROMPT, prompted_config
 from bmforge.train import clip_grad_norm_
 from bmforge.tune.prompt import (
@@ -68,7 +68,7 @@ def learn(kind: str, layout: Layout, join: str, recompute: bool = False) -> dict
     change = Change("prompt", ("embed",), {"length": 2})
     config = prompted_config(config).replace(changes=(change,))
     model: Any = model_class.from_config(config, device="meta", dtype=torch.float64)
-    tokenizer = letters_for(model)
+    tokenizer = character_tokenizer_for(model)
     template = Template(PROMPT, tokenizer, model)
     words = ManualVerbalizer([["good", "fine"], ["bad"]], tokenizer, join=join)
     rows = PromptRows(template, words, EXAMPLES, LABELS, seq_len=32)

@@ -10,7 +10,7 @@ import torch
 from golden_prompts import fresh_model, open_golden
 
 from bmforge.errors import ConfigError
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.testing.template_suite import open_tiny
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.delta import list_deltas
@@ -49,7 +49,7 @@ def test_named_templates_say_an_option(
 
 def test_a_prefix_is_a_delta() -> None:
     model = open_tiny("masked")
-    template = PrefixTemplate(TEXT, LetterTokenizer(), model, length=4)
+    template = PrefixTemplate(TEXT, CharacterTokenizer(), model, length=4)
     assert list(list_deltas(model)) == ["prefix_template"]
     assert all(parameter.requires_grad for parameter in template.soft_parameters)
     assert sum(p.requires_grad for p in model.parameters()) == len(template.soft_parameters)

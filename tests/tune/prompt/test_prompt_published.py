@@ -9,7 +9,7 @@ from prompt_layouts import KINDS
 
 from bmforge.data.tasks import TASKS, TaskExample
 from bmforge.errors import ConfigError
-from bmforge.testing.character_tokenizer import letters_for
+from bmforge.testing.character_tokenizer import character_tokenizer_for
 from bmforge.testing.prompt_suite import prompted_config
 from bmforge.tune.prompt import Template
 from bmforge.tune.prompt.published_templates import find_published, read_published
@@ -63,7 +63,7 @@ def test_the_laws_of_truncation(task, kind):
     examples = [draw(task, generator) for _ in range(EACH)]
     for text in find_published(TASKS[task], examples[0]).templates:
         model = family.from_config(prompted_config(config), device="meta")
-        tokenizer = letters_for(model)
+        tokenizer = character_tokenizer_for(model)
         if kind == "gpt2" and text.startswith('{"mask"}'):
             continue  # nothing stands before the mask
         blanks = f"<extra_id_{text.count('mask') - 1}>"

@@ -9,7 +9,7 @@ from bmforge.errors import ConfigError, ShapeError
 from bmforge.infer.generation import generate
 from bmforge.models import GLM, GPT2, T5, Bert, BertConfig, GLMConfig, GPT2Config, T5Config
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleLoader
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.tune.prompt import (
     ManualVerbalizer,
     PromptClassifier,
@@ -21,7 +21,7 @@ from bmforge.tune.prompt import (
     target_objective,
 )
 
-LETTERS = LetterTokenizer()
+LETTERS = CharacterTokenizer()
 SIZES = {"vocab_size": 43, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "init_std": 0.3}
 FAMILIES = {
     "gpt2": (GPT2, GPT2Config(**SIZES, max_seq_len=48)),

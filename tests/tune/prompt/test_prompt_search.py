@@ -9,10 +9,10 @@ import torch
 
 from bmforge.errors import ConfigError
 from bmforge.models import GPT2, T5, GPT2Config, T5Config
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.tune.prompt import Template, search_label_words, search_templates
 
-LETTERS = LetterTokenizer()
+LETTERS = CharacterTokenizer()
 EXAMPLES = [{"text_a": "a film"}, {"text_a": "so dull"}]
 WORDS = ["good", "bad"]
 
@@ -38,7 +38,7 @@ def test_words_are_the_best_of_all_sets():
         search_label_words(logits, torch.ones(12, dtype=torch.long))
 
 
-class TwoSentinels(LetterTokenizer):
+class TwoSentinels(CharacterTokenizer):
     """Letters with no third sentinel: what is written ends with the end token."""
 
     def token_to_id(self, token: str) -> int | None:
@@ -47,7 +47,7 @@ class TwoSentinels(LetterTokenizer):
 
 @pytest.mark.parametrize("letters", [LETTERS, TwoSentinels()], ids=["sentinel", "end"])
 @pytest.mark.long
-def test_templates_are_the_likeliest_of_all(letters: LetterTokenizer) -> None:
+def test_templates_are_the_likeliest_of_all(letters: CharacterTokenizer) -> None:
     config = T5Config(
         vocab_size=43, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=24, head_dim=8,
         init_std=1.5, decoder_start_token_id=0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bmforge.errors import ConfigError
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.testing.template_suite import TemplateSuite, open_tiny
 from bmforge.testing.verbalizer_suite import VerbalizerSuite
 from bmforge.tune.prompt import (
@@ -92,11 +92,11 @@ def test_the_suites_find_what_breaks_a_law():
         def make(self, tokenizer, model):
             return _Leaking(WORDS, tokenizer)
 
-    Uncut().test_alone_and_together()
+    Uncut().test_batch_does_not_change_logits()
     with pytest.raises(AssertionError):
         Uncut().test_cutting("tail")
     with pytest.raises(AssertionError):
-        Leaking().test_rows_by_themselves()
+        Leaking().test_batch_does_not_change_scores()
 
 
 @pytest.mark.parametrize("join", ["first", "max", "mean", "joint"])
@@ -183,7 +183,7 @@ class TestTexts(VerbalizerSuite):
 
 def test_a_suite_says_what_is_left_to_define():
     with pytest.raises(TypeError, match="must define `make`"):
-        VerbalizerSuite().test_rows_by_themselves()
+        VerbalizerSuite().test_batch_does_not_change_scores()
     with pytest.raises(ConfigError):
-        ManualVerbalizer([], LetterTokenizer())
-    assert open_tiny("masked").config.vocab_size == LetterTokenizer().vocab_size
+        ManualVerbalizer([], CharacterTokenizer())
+    assert open_tiny("masked").config.vocab_size == CharacterTokenizer().vocab_size

@@ -11,7 +11,7 @@ from torch import nn
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models import GPT2, T5, Bert, BertConfig, GPT2Config, T5Config
-from bmforge.testing.character_tokenizer import LetterTokenizer
+from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.tune.prompt import (
     AutomaticVerbalizer,
     GenerationVerbalizer,
@@ -26,7 +26,7 @@ from bmforge.tune.prompt import (
 from bmforge.tune.prompt.classifier import class_loss
 
 RECORDED = CASES["verbalizer"]
-LETTERS = LetterTokenizer()
+LETTERS = CharacterTokenizer()
 SIZES = {"vocab_size": 43, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "init_std": 0.3}
 FAMILIES = {
     "bert": (Bert, BertConfig(**SIZES, intermediate_size=24, max_seq_len=48, head="masked_lm")),

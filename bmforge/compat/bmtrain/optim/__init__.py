@@ -5,10 +5,6 @@ from bmforge.compat.bmtrain.optim.adam import AdamOffloadOptimizer, AdamOptimize
 from bmforge.compat.bmtrain.optim.optim_manager import OptimManager, clip_grad_norm, optim_step
 
 __all__ = [
-    "AdamOffloadOptimizer",
-    "AdamOptimizer",
-    "OptimManager",
-    "clip_grad_norm",
-    "optim_manager",
+    "AdamOffloadOptimizer", "AdamOptimizer", "OptimManager", "clip_grad_norm", "optim_manager",
     "optim_step",
-]
+]  # fmt: skip

@@ -24,13 +24,8 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.shards import laid_out_like, local_tensor
 
 __all__ = [
-    "check_optimizer",
-    "keeps_whole",
-    "step_shares",
-    "all_parameters",
-    "pack_state",
-    "unpack_state",
-]
+    "check_optimizer", "keeps_whole", "step_shares", "all_parameters", "pack_state", "unpack_state",
+]  # fmt: skip
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -99,8 +94,9 @@ def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]
             group["params"] = [stand_in for _, stand_in in chosen]
         for param, stand_in in pairs:
             if param in states:
-                own = states.pop(param).items()
-                states[stand_in] = {key: _plain(value) for key, value in own}
+                own = states.pop(param)
+                loaded = {k: local_tensor(v) for k, v in own.items() if isinstance(v, DTensor)}
+                states[stand_in] = {**own, **loaded}
         yield
     finally:
         for param, stand_in in pairs:
@@ -108,11 +104,6 @@ def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]
                 states[param] = states.pop(stand_in)
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
-
-
-def _plain(value: Any) -> Any:
-    """Return the local tensor of an optimizer state, which is a DTensor after loading."""
-    return local_tensor(value) if isinstance(value, DTensor) else value
 
 
 State = dict[str, Any]

@@ -30,18 +30,11 @@ from bmforge.parallel.collectives import (
 )
 
 __all__ = [
-    "VocabUtility",
-    "broadcast_data",
-    "clip_grad_norm",
-    "copy_to_model_parallel_region",
-    "divide",
-    "ensure_divisibility",
-    "gather_from_model_parallel_region",
-    "reduce_from_model_parallel_region",
-    "scatter_to_model_parallel_region",
-    "split_tensor_along_last_dim",
+    "VocabUtility", "broadcast_data", "clip_grad_norm", "copy_to_model_parallel_region", "divide",
+    "ensure_divisibility", "gather_from_model_parallel_region", "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region", "split_tensor_along_last_dim",
     "vocab_parallel_cross_entropy",
-]
+]  # fmt: skip
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

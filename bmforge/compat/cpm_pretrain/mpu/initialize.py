@@ -16,28 +16,13 @@ from bmforge.errors import DistributedError
 from bmforge.parallel import Layout, build_mesh, init_distributed, new_group
 
 __all__ = [
-    "Groups",
-    "destroy_model_parallel",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_world_size",
-    "get_io_parallel_group",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_pipe_parallel_group",
-    "get_pipe_parallel_rank",
-    "get_pipe_parallel_world_size",
-    "get_topology",
-    "groups",
-    "initialize_model_parallel",
-    "is_unitialized",
-    "join_layout",
-    "model_parallel_is_initialized",
-    "set_model_parallel_rank",
-    "set_model_parallel_world_size",
-]
+    "Groups", "destroy_model_parallel", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_world_size", "get_io_parallel_group", "get_model_parallel_group",
+    "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size",
+    "get_pipe_parallel_group", "get_pipe_parallel_rank", "get_pipe_parallel_world_size",
+    "get_topology", "groups", "initialize_model_parallel", "is_unitialized", "join_layout",
+    "model_parallel_is_initialized", "set_model_parallel_rank", "set_model_parallel_world_size",
+]  # fmt: skip
 
 
 class Groups:

@@ -29,12 +29,9 @@ from bmforge.compat.cpm_pretrain.mpu.initialize import (
 )
 
 __all__ = [
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "PartParameter",
-    "RowParallelLinear",
+    "ColumnParallelLinear", "LayerNorm", "PartParameter", "RowParallelLinear",
     "VocabParallelEmbedding",
-]
+]  # fmt: skip
 
 Init = Callable[[Tensor], Any]
 
@@ -52,16 +49,12 @@ class PartParameter(nn.Parameter):
     def __new__(
         cls, data: Tensor, requires_grad: bool = True, dim: int = 0, stride: int = 1
     ) -> PartParameter:
-        """Create the instance and set `model_parallel`, `partition_dim` and `partition_stride`."""
+        """Create the instance and set `partition_dim` and `partition_stride`."""
         instance: PartParameter = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
-        instance.model_parallel, instance.partition_dim, instance.partition_stride = (
-            True,
-            dim,
-            stride,
-        )
+        instance.partition_dim, instance.partition_stride = dim, stride
         return instance
 
-    model_parallel: bool
+    model_parallel = True
     partition_dim: int
     partition_stride: int
 
@@ -162,10 +155,8 @@ class RowParallelLinear(_PartLinear):
         input_size, output_size: sizes of the full layer.
         bias: True to add a bias, which begins at 0 and is replicated.
         input_is_parallel: True if the input has only this process's columns.
-        init_method: function that initializes the full weight in place.
-        stride: number of matrices stacked in the weight.
-        keep_master_weight_for_test: True to keep the full weight as `master_weight`.
-        skip_bias_add: True to return the bias instead of adding it.
+        init_method, stride, keep_master_weight_for_test, skip_bias_add: as in
+            `ColumnParallelLinear`.
     """
 
     def __init__(

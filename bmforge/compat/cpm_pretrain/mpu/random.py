@@ -19,11 +19,8 @@ from bmforge.errors import ConfigError
 from bmforge.train.checkpoint.rng import capture_torch, restore_torch
 
 __all__ = [
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-]
+    "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+]  # fmt: skip
 
 _OWN = "model-parallel-rng"
 # Difference between the shared seed and the seeds per rank, as in Megatron.

@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bmforge.compat.model_center.dataset import rows
 from bmforge.compat.model_center.dataset.pretraining import CPM1_Dataset, CPM1_Dataset_Merge
-from bmforge.compat.model_center.dataset.rows import (
-    CHINESE_TASKS,
-    PromptRows,
-    make_datasets,
-    one_hot,
-    pad_ids,
-)
 from bmforge.data.tasks import TaskExample
 
 __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "DATASET", "CPM1Rows"]
@@ -20,7 +14,7 @@ __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "DATASET", "CPM1Rows"]
 _START = 1
 
 
-class CPM1Rows(PromptRows):
+class CPM1Rows(rows.PromptRows):
     """One split of a task, encoded for CPM-1.
 
     A sample has `input_tokens`, their number `input_length`, `input_context` (all False: attention
@@ -42,13 +36,13 @@ class CPM1Rows(PromptRows):
         width = self.lengths["max_length"]
         ids = self.check_length([_START, *self.prompt_ids(example)], example)
         return {
-            "input_tokens": pad_ids(ids, width),
+            "input_tokens": rows.pad_ids(ids, width),
             "input_length": torch.tensor(len(ids)),
             "input_context": torch.zeros(width, dtype=torch.bool),
             "input_span": torch.zeros(width, dtype=torch.long),
             "targets": torch.tensor(int(example.label or 0)),
-            "index": one_hot(len(ids) - 1, width),
+            "index": rows.one_hot(len(ids) - 1, width),
         }
 
 
-DATASET = make_datasets(CPM1Rows, {name: {} for name in CHINESE_TASKS})
+DATASET = rows.make_datasets(CPM1Rows, {name: {} for name in rows.CHINESE_TASKS})

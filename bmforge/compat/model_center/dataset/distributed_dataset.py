@@ -12,17 +12,16 @@ import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-import bmforge.compat.bmtrain as bmt
+from bmforge.compat.bmtrain.synchronize import gather_result
 from bmforge.data.store.blocks import BLOCK_BYTES, META_FILE, BlockDataset, BlockFile
 from bmforge.data.store.safe_pickle import load_plain
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import partial_name
+from bmforge.files import replace_file, replacing
 
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
@@ -118,8 +117,8 @@ class DistributedDataset:
             return {"states": self._times.clone(), "block": position}
         own = torch.zeros_like(self._times)
         own[self._rank :: self._world_size] = self._times[self._rank :: self._world_size]
-        states = bmt.gather_result(own[None]).sum(0, dtype=torch.int)
-        return {"states": states, "block": bmt.gather_result(position)}
+        states = gather_result(own[None]).sum(0, dtype=torch.int)
+        return {"states": states, "block": gather_result(position)}
 
     def load_state_dict(self, state: dict[str, Tensor], strict: bool = True) -> None:
         """Continue from a saved position.
@@ -245,26 +244,19 @@ class DatasetBuilder:
             raise ConfigError(f"{str(self._path / dbname)!r} already exists. Choose another name.")
 
     def __enter__(self) -> DatasetWriter:
-        self._partial = self._path / partial_name(self._name)
-        self._file = self._partial.open("wb")
-        self._writer = DatasetWriter(self._file, self._block_size)
+        self._target = replacing(self._path / self._name)
+        self._writer = DatasetWriter(self._target.__enter__(), self._block_size)
         return self._writer
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._file:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is None:
             self._writer.close()
+        self._target.__exit__(kind, *error)
         if kind is not None:
-            self._partial.unlink()
             return
         files, done = _files(self._path), self._writer
         begin = files[-1].block_end if files else 0
         sizes = (begin, begin + done.nblocks, done.nbytes, done.nlines, False, self._block_size)
-        self._partial.replace(self._path / self._name)
         _write_meta(self._path, [*files, BlockFile(self._name, *sizes)])
 
 
@@ -293,7 +285,5 @@ def _files(directory: Path) -> list[BlockFile]:
 
 
 def _write_meta(directory: Path, files: list[BlockFile]) -> None:
-    partial = directory / partial_name(META_FILE)
     lines = (json.dumps(dataclasses.asdict(file)) + "\n" for file in files)
-    partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(directory / META_FILE)
+    replace_file(directory / META_FILE, "".join(lines))

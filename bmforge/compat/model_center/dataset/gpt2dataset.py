@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmforge.compat.model_center.dataset.rows import (
-    PROMPTS,
-    PromptRows,
-    make_datasets,
-    one_hot,
-    pad_ids,
-)  # fmt: skip
+from bmforge.compat.model_center.dataset import rows
 from bmforge.data.tasks import TaskExample
 
 __all__ = ["DATASET", "GPT2Rows"]
 
 
-class GPT2Rows(PromptRows):
+class GPT2Rows(rows.PromptRows):
     """One split of a task, encoded for a decoder.
 
     A sample has `input_ids`, their number `input_length`, `targets` (the next tokens, then the
@@ -42,12 +36,12 @@ class GPT2Rows(PromptRows):
         ids = self.prompt_ids(example)[-width:]
         answer = self.get_verbalizer(self.tokenizer)[label] if self.adds_answer else -100
         return {
-            "input_ids": pad_ids(ids, width),
+            "input_ids": rows.pad_ids(ids, width),
             "input_length": torch.tensor(len(ids)),
-            "targets": pad_ids([*ids[1:], answer], width, -100),
-            "index": one_hot(len(ids) - 1, width),
+            "targets": rows.pad_ids([*ids[1:], answer], width, -100),
+            "index": rows.one_hot(len(ids) - 1, width),
             "labels": torch.tensor(label),
         }
 
 
-DATASET = make_datasets(GPT2Rows, {name: {} for name in PROMPTS})
+DATASET = rows.make_datasets(GPT2Rows, {name: {} for name in rows.PROMPTS})

@@ -18,18 +18,10 @@ from bmforge.data.store.writer import best_dtype
 from bmforge.errors import ConfigError, DataError
 
 __all__ = [
-    "DistributedMMapIndexedDataset",
-    "MMapIndexedDataset",
-    "MMapIndexedDatasetBuilder",
-    "best_fitting_dtype",
-    "data_file_path",
-    "dataset_exists",
-    "get_available_dataset_impl",
-    "index_file_path",
-    "infer_dataset_impl",
-    "make_builder",
-    "make_dataset",
-]
+    "DistributedMMapIndexedDataset", "MMapIndexedDataset", "MMapIndexedDatasetBuilder",
+    "best_fitting_dtype", "data_file_path", "dataset_exists", "get_available_dataset_impl",
+    "index_file_path", "infer_dataset_impl", "make_builder", "make_dataset",
+]  # fmt: skip
 
 
 class MMapIndexedDataset(TokenStore):
@@ -72,7 +64,8 @@ class DistributedMMapIndexedDataset:
             self.ends.append(self.ends[-1] + last - first)
         if not self.stores:
             raise DataError(
-                f"the corpus {prefix}_0 (.bin and .idx) does not exist. Check path and name."
+                f"the corpus {prefix}_0 (.bin and .idx) does not exist. Check the path and the "
+                "name."
             )
 
     def __len__(self) -> int:

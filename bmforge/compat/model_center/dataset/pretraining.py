@@ -1,9 +1,9 @@
-"""Pretraining samples of CPM-1 (from text pieces) and of CPM-2 (from sources and targets)."""
+"""Pretraining samples of CPM-1 (from text segments) and of CPM-2 (from sources and targets)."""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,26 +13,46 @@ from bmforge.batch import IGNORE_INDEX
 
 __all__ = ["CPM1_Dataset", "CPM1_Dataset_Merge", "CPM2_Dataset"]
 
-_SEPARATOR = 4  # id of <sep>; a piece that ends with <sep> is predicted up to its end
+_SEPARATOR = 4  # id of <sep>; a segment that ends with <sep> is predicted up to its end
 
 
-class CPM1_Dataset(Dataset[Any]):  # noqa: N801
-    """Token sequences and their targets, padded to the same length.
+class _Pairs(Dataset[Any]):
+    """Base class of datasets of token sequences with targets; slices skip samples of None."""
 
-    Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
-    None for a longer piece. A slice returns the stacked values of its pieces.
+    ctx: Any
+    tgt: Any
+    skipped: ClassVar[dict[str, Any] | None] = None  # result for an index that is skipped
 
-    Args:
-        ctx: token sequences.
-        tgt: targets of each piece, as many as the piece has tokens.
-        max_length: padded length; slices skip longer pieces.
-    """
-
-    def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
-        self.ctx, self.tgt, self.max_length = ctx, tgt, max_length
+    def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
+        raise NotImplementedError(f"{type(self).__name__} must implement `_row`.")
 
     def __len__(self) -> int:
         return len(self.ctx)
+
+    def __getitem__(self, index: Any) -> dict[str, Any] | None:
+        """Return one sample, or the stacked samples of a slice."""
+        if isinstance(index, int):
+            row = self._row(self.ctx[index], self.tgt[index])
+            return row or (self.skipped and dict(self.skipped))
+        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
+
+
+class CPM1_Dataset(_Pairs):  # noqa: N801
+    """Token sequences and their targets, padded to the same length.
+
+    Indexing returns a dict with `ctx` (max_length,), `tgt` padded with -100, and `len_ctx`; all are
+    None for a longer segment. A slice returns the stacked values of its segments.
+
+    Args:
+        ctx: token sequences.
+        tgt: targets of each segment, as many as the segment has tokens.
+        max_length: padded length; slices skip longer segments.
+    """
+
+    skipped: ClassVar[dict[str, Any]] = {"ctx": None, "tgt": None, "len_ctx": None}
+
+    def __init__(self, ctx: Any, tgt: Any, max_length: int = 1024) -> None:
+        self.ctx, self.tgt, self.max_length = ctx, tgt, max_length
 
     def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
         if max(len(ctx), len(tgt)) > self.max_length:
@@ -43,24 +63,17 @@ class CPM1_Dataset(Dataset[Any]):  # noqa: N801
             "len_ctx": len(ctx),
         }
 
-    def __getitem__(self, index: Any) -> dict[str, Any]:
-        """Return one sample, or the stacked samples of a slice."""
-        if isinstance(index, int):
-            row = self._row(self.ctx[index], self.tgt[index])
-            return row or {"ctx": None, "tgt": None, "len_ctx": None}
-        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
-
 
 class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
-    """Text pieces whose middle is predicted; all tokens attend to the remaining text.
+    """Text segments whose middle is predicted; all tokens attend to the remaining text.
 
     Python's `random` selects the middle: it begins in the second eighth and ends in the last
-    quarter, or at the end of a piece that ends with `<sep>`. Indexing returns the piece, the target
-    at each position (-100 if not predicted), the length, and the context mask.
+    quarter, or at the end of a segment that ends with `<sep>`. Indexing returns the segment, the
+    target at each position (-100 if not predicted), the length, and the context mask.
 
     Args:
         ctx: token sequences.
-        max_length: maximum length of a piece; for a longer piece, all four values are None.
+        max_length: maximum length of a segment; for a longer segment, all four values are None.
     """
 
     def __init__(self, ctx: Any, max_length: int = 1024) -> None:
@@ -70,7 +83,7 @@ class CPM1_Dataset_Merge(Dataset[Any]):  # noqa: N801
         return len(self.ctx)
 
     def __getitem__(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """Return the sample for one piece."""
+        """Return the sample for one segment."""
         ctx = self.ctx[index]
         length = len(ctx)
         if length > self.max_length:
@@ -108,7 +121,7 @@ def stack_rows(rows: Any) -> dict[str, Any]:
 _VOCABULARY, _BLANKS = 26240, 190
 
 
-class CPM2_Dataset(Dataset[Any]):  # noqa: N801
+class CPM2_Dataset(_Pairs):  # noqa: N801
     """Pairs of sources and targets, padded to their maximum lengths.
 
     Indexing returns a dict with `ctx`, `tgt` padded with -100, `len_ctx` and `len_tgt`, or None for
@@ -128,9 +141,6 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
         self.ctx, self.tgt = ctx, tgt
         self.max_source_length, self.max_target_length = max_source_length, max_target_length
 
-    def __len__(self) -> int:
-        return len(self.ctx)
-
     def _row(self, ctx: Any, tgt: Any) -> dict[str, Any] | None:
         longest = self.max_target_length
         if len(ctx) > self.max_source_length or len(tgt) > longest + 1:
@@ -141,12 +151,6 @@ class CPM2_Dataset(Dataset[Any]):  # noqa: N801
         length = min(len(tgt), longest)
         target[:length] = _renumber(tgt)[:length]
         return {"ctx": source, "tgt": target, "len_ctx": len(ctx), "len_tgt": length}
-
-    def __getitem__(self, index: Any) -> dict[str, Any] | None:
-        """Return one pair, or the stacked pairs of a slice."""
-        if isinstance(index, int):
-            return self._row(self.ctx[index], self.tgt[index])
-        return stack_rows(map(self._row, self.ctx[index], self.tgt[index]))
 
 
 def _renumber(ids: Any) -> torch.Tensor:

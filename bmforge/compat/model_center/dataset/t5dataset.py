@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bmforge.compat.model_center.dataset.rows import (
-    PROMPTS,
-    PromptRows,
-    make_datasets,
-    one_hot,
-    pad_ids,
-)
+from bmforge.compat.model_center.dataset import rows
 from bmforge.data.tasks import TaskExample, read_task
 
 __all__ = ["DATASET", "SQuAD_Dataset", "T5Rows"]
@@ -23,7 +17,7 @@ __all__ = ["DATASET", "SQuAD_Dataset", "T5Rows"]
 _BLANK = "<extra_id_0>"
 
 
-class T5Rows(PromptRows):
+class T5Rows(rows.PromptRows):
     """One split of a task, encoded for T5.
 
     A sample has `enc_input` with `enc_length`, `dec_input` (start and sentinel tokens) with
@@ -48,12 +42,12 @@ class T5Rows(PromptRows):
         longest, width = (self.lengths[name] for name in self.length_names)
         ids, start = self.tokens(example)
         return {
-            "enc_input": pad_ids(ids, longest),
+            "enc_input": rows.pad_ids(ids, longest),
             "enc_length": torch.tensor(len(ids)),
-            "dec_input": pad_ids(start, width),
+            "dec_input": rows.pad_ids(start, width),
             "dec_length": torch.tensor(len(start)),
             "targets": torch.tensor(int(example.label or 0)),
-            "index": one_hot(len(start) - 1, width),
+            "index": rows.one_hot(len(start) - 1, width),
         }
 
 
@@ -119,6 +113,6 @@ class SQuAD_Dataset(Dataset[dict[str, Any]]):  # noqa: N801
 
 
 DATASET: dict[str, Any] = {
-    **make_datasets(T5Rows, {name: {} for name in PROMPTS}),
+    **rows.make_datasets(T5Rows, {name: {} for name in rows.PROMPTS}),
     "SQuAD": SQuAD_Dataset,
 }

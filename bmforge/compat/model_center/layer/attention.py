@@ -32,11 +32,7 @@ class Attention(DistributedModule):
         dim_head: head size.
         num_heads: number of heads N.
         dim_out: output features (default: dim_in).
-        dtype: parameter dtype (default: torch's).
-        int8: must be False.
-        init_mean: mean of the weight initialization.
-        init_std: standard deviation of the weight initialization.
-        bias: add biases to the projections.
+        dtype, int8, init_mean, init_std, bias: arguments of `Linear` for every projection.
         others: `mask_value` (ignored: masked weights are 0), `pos_bias_type` ("none", "relative"
             for a bias on the scores, "rotary" for a rotation module), `length_scale` of the
             projections, `attn_scale` (divide scores by sqrt(dim_head); default off), `dropout_p`
@@ -73,6 +69,7 @@ class Attention(DistributedModule):
         self.scale = None if more["attn_scale"] else 1.0
         settings: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
         settings |= {"init_std": init_std, "bias": bias, "length_scale": more["length_scale"]}
+        self.linear_settings = settings
         self.project_q = Linear(dim_in, num_heads * dim_head, **settings)
         self.project_k = Linear(dim_in, self.num_heads_kv * dim_head, **settings)
         self.project_v = Linear(dim_in, self.num_heads_kv * dim_head, **settings)
@@ -136,13 +133,9 @@ class SparseSelfAttention(Attention):
                 f"pos_bias_type={self.pos_bias_type!r} must be 'none'."
             )
         self.attention_window = attention_window
-        width = self.num_heads * self.dim_head
-        names = ("dtype", "int8", "init_mean", "bias")
-        settings: dict[str, Any] = {name: options[name] for name in names if name in options}
-        settings |= {"init_std": options.get("init_std", 0.02)}
-        settings |= {"length_scale": options.get("length_scale", False)}
+        sizes = options["dim_in"], self.num_heads * self.dim_head
         for part in "qkv":
-            setattr(self, f"project_{part}_global", Linear(options["dim_in"], width, **settings))
+            setattr(self, f"project_{part}_global", Linear(*sizes, **self.linear_settings))
         spec = AttentionSpec(self.num_heads, self.num_heads, self.dim_head, causal=False)
         with torch.device("meta"):
             window = WindowAttention(options["dim_in"], spec)
@@ -242,11 +235,7 @@ class FeedForward(DistributedModule):
         dim_in: features of x.
         dim_ff: intermediate size.
         dim_out: output features (default: dim_in).
-        dtype: parameter dtype (default: torch's).
-        int8: must be False.
-        init_mean: mean of the weight initialization.
-        init_std: standard deviation of the weight initialization.
-        bias: True to add biases.
+        dtype, int8, init_mean, init_std, bias: arguments of `Linear` for every layer.
         activate_fn: relu, gelu, gelu_new or silu, with prefix "gated_" for a gated MLP.
         others: `length_scale` and `dropout_p`.
 

@@ -93,10 +93,7 @@ class Embedding(DistributedModule):
         vocab_size: number of rows.
         embedding_size: embedding size.
         length_scale: divide embeddings by sqrt(embedding_size).
-        dtype: parameter dtype (default: torch's).
-        int8: must be False.
-        init_mean: mean of the initialization.
-        init_std: standard deviation of the initialization.
+        dtype, int8, init_mean, init_std: as in `Linear`.
         padding_idx: row without gradient, initialized to 0.
 
     Shape:

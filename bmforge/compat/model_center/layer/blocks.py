@@ -19,14 +19,9 @@ from bmforge.compat.model_center.layer.basic import LayerNorm
 from bmforge.errors import ConfigError
 
 __all__ = [
-    "BlockOptions",
-    "CrossAttentionBlock",
-    "FFNBlock",
-    "SelfAttentionBlock",
-    "TransformerBlock",
-    "Decoder",
-    "Encoder",
-]
+    "BlockOptions", "CrossAttentionBlock", "FFNBlock", "SelfAttentionBlock", "TransformerBlock",
+    "Decoder", "Encoder",
+]  # fmt: skip
 
 Cache = tuple[Tensor, Tensor] | None
 
@@ -352,11 +347,7 @@ class Encoder(_Stack):
         use_cache: bool = False,
         past_key_values: Any = None,
     ) -> Any:
-        """Run all layers; with `use_cache` (only without gradients) also return keys and values.
-
-        Shape:
-            hidden_states: (B, T, D) -> same; attention_mask: (B, T, past + T)
-        """
+        """Run all layers; with `use_cache` (only without gradients) also return keys and values."""
         options = {"use_cache": use_cache, "past_key_values": past_key_values}
         return super().forward(hidden_states, attention_mask, position_bias, **options)
 

@@ -13,11 +13,9 @@ from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.relative import find_buckets
 
 __all__ = [
-    "RelativePositionEmbedding",
-    "RotaryEmbedding",
-    "RotaryEmbeddingESM",
+    "RelativePositionEmbedding", "RotaryEmbedding", "RotaryEmbeddingESM",
     "SegmentPositionEmbedding",
-]
+]  # fmt: skip
 
 
 class RelativePositionEmbedding(DistributedModule):
@@ -70,15 +68,10 @@ class SegmentPositionEmbedding(DistributedModule):
     """CPM-3's position bias: by distance within a segment, by segment types across segments.
 
     Args:
-        num_heads: number of heads N.
         num_segments: number of segment types.
-        num_buckets: number of distance buckets.
-        max_distance: distance from which all distances share the last bucket.
-        bidirectional: use separate buckets for later keys.
-        dtype: parameter dtype (default: torch's).
         absolute_inner_segment: within a segment, use the distance instead of the segment types.
-        init_mean: mean of the initialization.
-        init_std: standard deviation of the initialization.
+        num_heads, num_buckets, max_distance, bidirectional, dtype, init_mean, init_std: as in
+            `RelativePositionEmbedding`.
     """
 
     def __init__(

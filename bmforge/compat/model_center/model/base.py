@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from bmforge.compat.bmtrain import store
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compat.bmtrain.wrapper import BMTrainModelWrapper
 from bmforge.compat.model_center.model.config import Config
+from bmforge.compat.model_center.model.inputs import CallOptions, TextInputs, one_of
 from bmforge.compat.model_center.model.module_names import (
     InputEmbedding,
     OldModules,
@@ -37,15 +38,7 @@ from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 from bmforge.models.stack import given_inputs
 
-__all__ = [
-    "BaseModel",
-    "TextInputs",
-    "draw_model",
-    "lengths_to_mask",
-    "one_of",
-    "refuse_unused",
-    "spread_mask",
-]
+__all__ = ["BaseModel", "define_model", "init_model"]
 
 # Names of the head modules in bmforge's models.
 _HEADS = ("lm_head", "mlm_head")
@@ -54,21 +47,7 @@ _WEIGHTS = "pytorch_model.pt"
 _OWN_PARTS = ("model.", "head.", "cls_projection.")
 
 
-class TextInputs(NamedTuple):
-    """Text inputs of a forward call.
-
-    Attributes:
-        ids, embeds: token ids or embeddings; one of them is None.
-        given: `ids` or `embeds`, whichever is not None.
-        width: sequence length, including cached tokens.
-        cache: KV cache to extend; if None, keys and values are not cached.
-    """
-
-    ids: Tensor | None
-    embeds: Tensor | None
-    given: Tensor
-    width: int
-    cache: KVCache | None
+Kind = TypeVar("Kind", bound="BaseModel")
 
 
 def _is_saved_here(directory: Path) -> bool:
@@ -95,7 +74,7 @@ class BaseModel(nn.Module):
         super().__init__()
         self.__dict__["_modules"] = OldModules(self._modules)
         self.config = config
-        self.model = self._draw(config) if model is None else model
+        self.model = self._init_model(config) if model is None else model
         self.cls_projection = self._take_classifier() if config.cls_head else None
         self.head = self._take_head()
         if self._has_old_names():
@@ -115,9 +94,9 @@ class BaseModel(nn.Module):
         return InputEmbedding(self.model.embed)
 
     @classmethod
-    def _draw(cls, config: Config) -> Model:
+    def _init_model(cls, config: Config) -> Model:
         """Create a randomly initialized bmforge model."""
-        return draw_model(config, config.native())
+        return init_model(config, config.native())
 
     def _take_head(self) -> nn.Module | None:
         """Detach the language-model head from the model, and return the head."""
@@ -136,7 +115,8 @@ class BaseModel(nn.Module):
         return nn.Linear(self._hidden_width(), count, bias=has_bias, dtype=dtype)
 
     def _hidden_width(self) -> int:
-        return int(self.model.config.hidden_size)
+        config = self.model.config  # OPT may have a smaller `embed_size`
+        return int(getattr(config, "embed_size", 0) or config.hidden_size)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Config | None = None, **fields: Any) -> Self:
@@ -186,40 +166,32 @@ class BaseModel(nn.Module):
         """Build a randomly initialized model from a config file."""
         return cls(cls._CONFIG_TYPE.from_json_file(json_file, **fields))
 
-    def answer(
-        self,
-        hidden: Tensor,
-        make_output: Callable[[Any], Any],
-        *,
-        output_logits: bool | None,
-        return_logits: bool,
-        return_dict: bool,
+    def build_output(
+        self, hidden: Tensor, make_output: Callable[[Any], Any], options: CallOptions
     ) -> Any:
         """Build the result of a forward call: a `ModelOutput`, a tuple of values, or the logits.
 
         Args:
             hidden: last hidden states.
             make_output: function that builds the output from logits, a `Later`, or None.
-            output_logits: True to compute logits now, False to omit them, None to compute them
-                when they are read.
-            return_logits, return_dict: options of the call.
+            options: options of the call.
         """
-        if return_logits:
+        if options.return_logits:
             return self.make_logits(hidden)
         logits: Tensor | Later | None = None
-        if output_logits:
+        if options.output_logits:
             logits = self.make_logits(hidden)
-        elif output_logits is None:
+        elif options.output_logits is None:
             can_be = self.cls_projection is not None or self.head is not None
             logits = Later(lambda: self.make_logits(hidden), can_be)
         out = make_output(logits)
-        return out if return_dict else tuple(out)
+        return out if options.return_dict else tuple(out)
 
-    def answer_text(self, outputs: Any, cache: KVCache | None, **options: Any) -> Any:
-        """Build the result of a model with one text input; see `answer`."""
+    def build_text_output(self, outputs: Any, text: TextInputs) -> Any:
+        """Build the result of a model with one text input; see `build_output`."""
         last, layers = outputs.last_hidden_state, outputs.hidden_states
-        return self.answer(
-            last, lambda logits: BaseModelOutput(last, cache, logits, layers), **options
+        return self.build_output(
+            last, lambda logits: BaseModelOutput(last, text.cache, logits, layers), text.options
         )
 
     def make_logits(self, hidden: Tensor) -> Tensor:
@@ -285,38 +257,36 @@ class BaseModel(nn.Module):
             setattr(full_model.get_submodule(parent), key, full_model.get_parameter(embed))
         return full_model.train(self.training)
 
-    def _take_text(
-        self, ids: Tensor | None, embeds: Tensor | None, past: KVCache | None, use_cache: bool
-    ) -> TextInputs:
+    def _take_text(self, ids: Tensor | None, options: dict[str, Any]) -> TextInputs:
         """Return the text inputs of a call; embeddings have precedence over ids.
 
         Raises:
             ShapeError: neither ids nor embeddings are given.
+            TypeError: an option is unknown.
         """
-        ids, embeds = one_of(ids, embeds)
+        chosen = CallOptions.read(options)
+        ids, embeds = one_of(ids, chosen.inputs_embeds)
         inputs = given_inputs(ids, embeds)
-        width = inputs.shape[1] + (0 if past is None else past.length)
-        return TextInputs(ids, embeds, inputs, width, self._open_cache(past, use_cache, width))
+        width = chosen.past + inputs.shape[1]
+        return TextInputs(ids, embeds, inputs, width, self._open_cache(chosen, width), chosen)
 
-    def _read(
-        self, text: TextInputs, mask: Tensor | None, hidden_states: bool | None, **inputs: Any
-    ) -> Any:
-        """Run the bmforge model; `hidden_states` requests the hidden states of all layers."""
+    def _run_model(self, text: TextInputs, mask: Tensor | None, **inputs: Any) -> Any:
+        """Run the bmforge model."""
         return self.model(
             text.ids,
             mask,
             cache=text.cache,
-            output_hidden_states=bool(hidden_states),
+            output_hidden_states=bool(text.options.output_hidden_states),
             inputs_embeds=text.embeds,
             **inputs,
         )
 
-    def _open_cache(self, past: KVCache | None, use_cache: bool, length: int) -> KVCache | None:
+    def _open_cache(self, options: CallOptions, length: int) -> KVCache | None:
         """Return the KV cache to extend; a new one has space for the longest context."""
-        if past is not None or not use_cache:
-            return past
-        room = max(self.model.config.max_seq_len, length)
-        return KVCache(self.model.config.num_layers, room)
+        if options.past_key_values is not None or not options.use_cache:
+            return options.past_key_values
+        config = self.model.config
+        return KVCache(config.num_layers, max(config.max_seq_len, length))
 
 
 def _values(module: nn.Module) -> dict[str, Tensor]:
@@ -325,45 +295,13 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
     return module.state_dict() if any(isinstance(v, DTensor) for v in state.values()) else state
 
 
-def lengths_to_mask(length: Tensor, width: int) -> Tensor:
-    """Return an attention mask with 1 for the first `length` tokens of every sequence.
-
-    Shape:
-        length: (B,); returns (B, width)
-    """
-    return (torch.arange(width, device=length.device)[None] < length[:, None]).long()
+def define_model(name: str, base: type[Kind], config: type[Config]) -> type[Kind]:
+    """Create the class of a family whose forward is that of `base`."""
+    attributes = {"__doc__": f"{name} model.", "__module__": base.__module__}
+    return type(name, (base,), {**attributes, "_CONFIG_TYPE": config})
 
 
-def spread_mask(attention_mask: Tensor, length: int) -> Tensor:
-    """Convert a pairwise mask to bmforge's format; fully masked queries attend to all keys.
-
-    Shape:
-        attention_mask: (B, T or past + T, past + T); returns (B, 1, T, past + T)
-    """
-    mask = attention_mask.bool()[:, None, -length:]
-    return mask | ~mask.any(-1, keepdim=True)
-
-
-def refuse_unused(inputs: dict[str, Any]) -> None:
-    """Raise `TypeError` for an unknown argument; arguments ignored by ModelCenter are accepted."""
-    unknown = [name for name in inputs if name not in _UNUSED]
-    if unknown:
-        raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}")
-
-
-def one_of(ids: Tensor | None, embeds: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return (ids, None), or (None, embeddings) if embeddings are given."""
-    return (ids, None) if embeds is None else (None, embeds)
-
-
-_UNUSED = (
-    *("head_mask", "decoder_head_mask", "cross_attn_head_mask"),
-    *("encoder_hidden_states", "encoder_attention_mask", "output_attentions"),
-    *("output_decoder_attentions", "output_decoder_hidden_states"),
-)
-
-
-def draw_model(config: Config, native: ModelConfig) -> Model:
+def init_model(config: Config, native: ModelConfig) -> Model:
     """Create a bmforge model, initialized with torch's seed."""
     seed = torch.initial_seed() % (1 << 63)
     return config.kind().from_config(native, dtype=config.dtype, seed=seed)

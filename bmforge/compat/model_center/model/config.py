@@ -15,6 +15,7 @@ import torch
 
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError, suggest
+from bmforge.files import read_json
 from bmforge.models import Model, ModelConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.model_center import is_model_center
@@ -23,23 +24,10 @@ from bmforge.models.hub import FAMILIES
 from bmforge.models.resolve import resolve_model
 
 __all__ = [
-    "OLD_NAMES",
-    "Config",
-    "BertConfig",
-    "CPM1Config",
-    "CPM2Config",
-    "CPM3Config",
-    "GLMConfig",
-    "GPT2Config",
-    "GPTjConfig",
-    "LlamaConfig",
-    "LongformerConfig",
-    "OPTConfig",
-    "RobertaConfig",
-    "T5Config",
-    "ViTConfig",
-    "VitConfig",
-]
+    "OLD_NAMES", "Config", "BertConfig", "CPM1Config", "CPM2Config", "CPM3Config", "GLMConfig",
+    "GPT2Config", "GPTjConfig", "LlamaConfig", "LongformerConfig", "OPTConfig", "RobertaConfig",
+    "T5Config", "ViTConfig", "VitConfig",
+]  # fmt: skip
 
 # Maps ModelCenter's field names to bmforge's.
 OLD_NAMES: Mapping[str, str] = {
@@ -129,13 +117,7 @@ class Config:
 
     @staticmethod
     def _dict_from_json_file(json_file: str | Path) -> dict[str, Any]:
-        try:
-            values = json.loads(Path(json_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read {str(json_file)!r} as JSON ({error}). Correct the file."
-            ) from error
-        return dict(values)
+        return read_json(Path(json_file))
 
     def native(self) -> ModelConfig:
         """Return the bmforge config with the current field values, without a head."""

@@ -6,24 +6,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from bmforge.compat.model_center.model.base import (
-    BaseModel,
+from bmforge.compat.model_center.model import config as configs
+from bmforge.compat.model_center.model.base import BaseModel, define_model
+from bmforge.compat.model_center.model.inputs import (
+    CallOptions,
     TextInputs,
+    expand_mask,
     lengths_to_mask,
     one_of,
-    refuse_unused,
-    spread_mask,
-)
-from bmforge.compat.model_center.model.config import (
-    CPM2Config,
-    GPT2Config,
-    GPTjConfig,
-    LlamaConfig,
-    OPTConfig,
-    T5Config,
 )
 from bmforge.compat.model_center.model.outputs import Seq2SeqModelOutput
-from bmforge.infer.cache import KVCache
 from bmforge.models import ModelOutput
 
 __all__ = ["TextModel", "GPT2", "OPT", "GPTj", "Llama", "CPM2", "T5"]
@@ -45,15 +37,7 @@ class TextModel(BaseModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-        *,
-        use_cache: bool = False,
-        past_key_values: KVCache | None = None,
-        output_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool = True,
-        return_logits: bool = False,
-        inputs_embeds: Tensor | None = None,
-        **others: Any,
+        **options: Any,
     ) -> Any:
         """Run the model on a text, or on its next tokens with a cache.
 
@@ -64,33 +48,19 @@ class TextModel(BaseModel):
                 mask that replaces the causal mask; cached tokens are included.
             token_type_ids: segment ids of an encoder (default: 0); ignored by decoders.
             position_ids: positions (default: counted).
-            use_cache: return a KV cache.
-            past_key_values: KV cache of an earlier call; it is extended in place.
-            output_logits: compute logits now (True), never (False) or when they are read (None).
-            output_hidden_states: return the hidden states of all layers.
-            return_dict: return a `ModelOutput` instead of a tuple.
-            return_logits: return only the logits, as early versions did.
-            inputs_embeds: embeddings instead of `input_ids`.
-            others: `output_pooler_output` (default: True) of an encoder, `global_attention_mask` of
-                a Longformer, and arguments that ModelCenter accepted without using them.
+            options: fields of `CallOptions`; `output_pooler_output` (default: True) of an encoder;
+                `global_attention_mask` of a Longformer; arguments that ModelCenter ignored.
 
         Shape:
             input_ids, token_type_ids: (B, T); attention_mask: (B, past + T) or (B, T, past + T);
             length: (B,)
         """
-        own = {name: others.pop(name) for name in self.own_inputs if name in others}
-        refuse_unused(others)
-        text = self._take_text(input_ids, inputs_embeds, past_key_values, use_cache)
+        own = {name: options.pop(name) for name in self.own_inputs if name in options}
+        text = self._take_text(input_ids, options)
         if attention_mask is None and length is not None:
             attention_mask = lengths_to_mask(length, text.width)
-        tokens = (token_type_ids, position_ids)
-        outputs = self._run(text, attention_mask, *tokens, output_hidden_states, **own)
-        return self.answer_text(
-            outputs,
-            text.cache,
-            output_logits=output_logits,
-            return_logits=return_logits,
-            return_dict=return_dict,
+        return self.build_text_output(
+            self._run(text, attention_mask, token_type_ids, position_ids, **own), text
         )
 
     def _run(
@@ -99,39 +69,22 @@ class TextModel(BaseModel):
         mask: Tensor | None,
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
-        hidden_states: bool | None,
     ) -> Any:
         """Run the bmforge model; see `forward` for the arguments."""
         if mask is not None and mask.dim() == 3:
-            mask = spread_mask(mask, text.given.shape[1])
-        return self._read(text, mask, hidden_states, position_ids=position_ids)
+            mask = expand_mask(mask, text.inputs.shape[1])
+        return self._run_model(text, mask, position_ids=position_ids)
 
 
-class GPT2(TextModel):
-    """GPT-2 model."""
-
-    _CONFIG_TYPE = GPT2Config
-
-
-class GPTj(TextModel):
-    """GPT-J model."""
-
-    _CONFIG_TYPE = GPTjConfig
+GPT2 = define_model("GPT2", TextModel, configs.GPT2Config)
+GPTj = define_model("GPTj", TextModel, configs.GPTjConfig)
+OPT = define_model("OPT", TextModel, configs.OPTConfig)
+Llama = define_model("Llama", TextModel, configs.LlamaConfig)
 
 
-class OPT(TextModel):
-    """OPT model."""
-
-    _CONFIG_TYPE = OPTConfig
-
-    def _hidden_width(self) -> int:
-        return int(self.model.config.embed_size or self.model.config.hidden_size)
-
-
-class Llama(TextModel):
-    """Llama model."""
-
-    _CONFIG_TYPE = LlamaConfig
+def _width_of(*texts: Tensor | None) -> int:
+    """Return the length of the first tensor that is not None; 0 if all are None."""
+    return next((text.shape[1] for text in texts if text is not None), 0)
 
 
 class Seq2SeqModel(BaseModel):
@@ -147,15 +100,8 @@ class Seq2SeqModel(BaseModel):
         decoder_attention_mask: Tensor | None = None,
         *,
         encoder_outputs: Tensor | None = None,
-        use_cache: bool = False,
-        past_key_values: KVCache | None = None,
-        output_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool = True,
-        return_logits: bool = False,
-        inputs_embeds: Tensor | None = None,
         decoder_inputs_embeds: Tensor | None = None,
-        **others: Any,
+        **options: Any,
     ) -> Any:
         """Run the model on source and target.
 
@@ -167,72 +113,49 @@ class Seq2SeqModel(BaseModel):
             decoder_length: number of tokens per target, before padding.
             decoder_attention_mask: 1 for target tokens, 0 for padding, cached tokens included.
             encoder_outputs: `encoder_last_hidden_state` of an earlier call.
-            use_cache: return a KV cache.
-            past_key_values: KV cache of an earlier call; it is extended in place.
-            output_logits: compute logits now (True), never (False) or when they are read (None).
-            output_hidden_states: return the hidden states of all layers.
-            return_dict: return a `ModelOutput` instead of a tuple.
-            return_logits: return only the logits, as early versions did.
-            inputs_embeds: embeddings instead of `input_ids`.
             decoder_inputs_embeds: embeddings instead of `decoder_input_ids`.
-            others: arguments that ModelCenter accepted without using them.
+            options: fields of `CallOptions`, and arguments that ModelCenter ignored.
 
         Shape:
             input_ids, attention_mask: (B, S); decoder_input_ids: (B, T); length,
             decoder_length: (B,); encoder_outputs: (B, S, D)
         """
-        refuse_unused(others)
-        input_ids, inputs_embeds = one_of(input_ids, inputs_embeds)
+        chosen = CallOptions.read(options)
+        input_ids, inputs_embeds = one_of(input_ids, chosen.inputs_embeds)
         target, begun = one_of(decoder_input_ids, decoder_inputs_embeds)
-        past = past_key_values.length if past_key_values is not None else 0
-        width = past + next((t.shape[1] for t in (target, begun) if t is not None), 0)
-        texts = (encoder_outputs, input_ids, inputs_embeds)
-        source = next((text for text in texts if text is not None), None)
-        if attention_mask is None and length is not None and source is not None:
-            attention_mask = lengths_to_mask(length, source.shape[1])
+        width = chosen.past + _width_of(target, begun)
+        source = _width_of(encoder_outputs, input_ids, inputs_embeds)
+        if attention_mask is None and length is not None and source:
+            attention_mask = lengths_to_mask(length, source)
         if decoder_attention_mask is None and decoder_length is not None:
             decoder_attention_mask = lengths_to_mask(decoder_length, width)
-        cache = self._open_cache(past_key_values, use_cache, width)
-        given_outputs = None
-        if encoder_outputs is not None:
-            given_outputs = ModelOutput(last_hidden_state=encoder_outputs)
+        cache = self._open_cache(chosen, width)
+        has_states = encoder_outputs is not None
         outputs = self.model(
-            None if given_outputs else input_ids,
+            None if has_states else input_ids,
             attention_mask,
             target,
             decoder_attention_mask,
-            encoder_outputs=given_outputs,
+            encoder_outputs=ModelOutput(last_hidden_state=encoder_outputs) if has_states else None,
             cache=cache,
-            output_hidden_states=bool(output_hidden_states),
-            inputs_embeds=None if given_outputs else inputs_embeds,
+            output_hidden_states=bool(chosen.output_hidden_states),
+            inputs_embeds=None if has_states else inputs_embeds,
             decoder_inputs_embeds=begun,
         )
-        return self.answer(
-            outputs.last_hidden_state,
-            lambda logits: Seq2SeqModelOutput(
-                outputs.last_hidden_state,
-                outputs.encoder_last_hidden_state,
-                cache,
-                logits,
-                outputs.encoder_hidden_states,
-                outputs.hidden_states,
-            ),
-            output_logits=output_logits,
-            return_logits=return_logits,
-            return_dict=return_dict,
+        last, encoded = outputs.last_hidden_state, outputs.encoder_last_hidden_state
+        layers = outputs.encoder_hidden_states, outputs.hidden_states
+        return self.build_output(
+            last, lambda logits: Seq2SeqModelOutput(last, encoded, cache, logits, *layers), chosen
         )
 
 
-class T5(Seq2SeqModel):
-    """T5 model, in all versions."""
-
-    _CONFIG_TYPE = T5Config
+T5 = define_model("T5", Seq2SeqModel, configs.T5Config)
 
 
 class CPM2(Seq2SeqModel):
     """CPM-2 model."""
 
-    _CONFIG_TYPE = CPM2Config
+    _CONFIG_TYPE = configs.CPM2Config
 
     def forward(  # type: ignore[override]
         self,

@@ -9,23 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.model_center.model.base import (
-    BaseModel,
-    TextInputs,
-    draw_model,
-    spread_mask,
-)
-from bmforge.compat.model_center.model.config import (
-    BertConfig,
-    Config,
-    LongformerConfig,
-    RobertaConfig,
-    ViTConfig,
-)
+from bmforge.compat.model_center.model import config as configs
+from bmforge.compat.model_center.model.base import BaseModel, define_model, init_model
 from bmforge.compat.model_center.model.decoders import TextModel
+from bmforge.compat.model_center.model.inputs import TextInputs, expand_mask
 from bmforge.compat.model_center.model.outputs import BaseModelOutputWithPooling
 from bmforge.errors import ConfigError
-from bmforge.infer.cache import KVCache
 from bmforge.models import Model
 from bmforge.models.formats.hf_format import WeightFiles, read_pickle
 from bmforge.models.formats.model_center import load_model_center
@@ -42,13 +31,13 @@ class EncoderModel(TextModel):
     own_inputs = ("output_pooler_output", "global_attention_mask")
 
     @classmethod
-    def _draw(cls, config: Config) -> Model:
+    def _init_model(cls, config: configs.Config) -> Model:
         native = config.native()
-        bare = draw_model(config, native.replace(head="none"))
-        return _add_head(bare, draw_model(config, native.replace(head="masked_lm")))
+        bare = init_model(config, native.replace(head="none"))
+        return _add_head(bare, init_model(config, native.replace(head="masked_lm")))
 
     @classmethod
-    def _open(cls, family: type[Model], directory: Path, config: Config) -> Model:
+    def _open(cls, family: type[Model], directory: Path, config: configs.Config) -> Model:
         bare = family.from_pretrained(directory, dtype=config.dtype, head="none")
         head = family.config_class.heads["masked_lm"]
         if WeightFiles(directory).shapes.keys().isdisjoint(head.names.values()):
@@ -57,7 +46,7 @@ class EncoderModel(TextModel):
         return _add_head(bare, words)
 
     @classmethod
-    def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
+    def _open_old(cls, family: type[Model], directory: Path, config: configs.Config) -> Model:
         words = load_model_center(directory, family=family.__name__, dtype=config.dtype)
         if words.config.head == "none":
             return words
@@ -85,7 +74,6 @@ class EncoderModel(TextModel):
         mask: Tensor | None,
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
-        hidden_states: bool | None,
         output_pooler_output: bool = True,
         **own: Any,
     ) -> Any:
@@ -96,32 +84,32 @@ class EncoderModel(TextModel):
             _pair_mask(mask, text),
             token_type_ids,
             position_ids,
-            output_hidden_states=bool(hidden_states),
+            output_hidden_states=bool(text.options.output_hidden_states),
             inputs_embeds=text.embeds,
             **own,
         )
         return outputs if output_pooler_output else outputs._replace(pooler_output=None)
 
-    def answer_text(self, outputs: Any, cache: KVCache | None, **options: Any) -> Any:
-        """Build the result, with the pooler's output; see `answer`."""
-        last, layers = outputs.last_hidden_state, outputs.hidden_states
-        pooled = outputs.pooler_output
-        return self.answer(
+    def build_text_output(self, outputs: Any, text: TextInputs) -> Any:
+        """Build the result, with the pooler's output; see `build_output`."""
+        last, pooled = outputs.last_hidden_state, outputs.pooler_output
+        cache, layers = text.cache, outputs.hidden_states
+        return self.build_output(
             last,
             lambda logits: BaseModelOutputWithPooling(last, pooled, cache, logits, layers),
-            **options,
+            text.options,
         )
 
 
 def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None:
     """Return the attention mask in bmforge's format; with a cache, a pairwise mask."""
-    mask, inputs = attention_mask, text.given
+    mask, inputs = attention_mask, text.inputs
     if text.cache is not None:
         if mask is None:
             mask = inputs.new_ones(inputs.shape[0], text.width, dtype=torch.bool)
         if mask.dim() == 2:
             mask = mask[:, None].expand(-1, inputs.shape[1], -1)
-    return spread_mask(mask, inputs.shape[1]) if mask is not None and mask.dim() == 3 else mask
+    return expand_mask(mask, inputs.shape[1]) if mask is not None and mask.dim() == 3 else mask
 
 
 def _add_head(bare: Model, words: Any) -> Model:
@@ -134,22 +122,14 @@ def _add_head(bare: Model, words: Any) -> Model:
     return bare
 
 
-class Bert(EncoderModel):
-    """BERT model."""
-
-    _CONFIG_TYPE = BertConfig
-
-
-class Roberta(EncoderModel):
-    """RoBERTa model."""
-
-    _CONFIG_TYPE = RobertaConfig
+Bert = define_model("Bert", EncoderModel, configs.BertConfig)
+Roberta = define_model("Roberta", EncoderModel, configs.RobertaConfig)
 
 
 class Longformer(EncoderModel):
     """Longformer model."""
 
-    _CONFIG_TYPE = LongformerConfig
+    _CONFIG_TYPE = configs.LongformerConfig
 
     def forward(  # type: ignore[override]
         self,
@@ -176,7 +156,7 @@ class Longformer(EncoderModel):
 class ViT(BaseModel):
     """ViT model with a classifier."""
 
-    _CONFIG_TYPE = ViTConfig
+    _CONFIG_TYPE = configs.ViTConfig
 
     @property
     def patch_embed(self) -> SimpleNamespace:

@@ -14,13 +14,9 @@ from bmforge.models.formats.model_center_config import OLD_FAMILIES
 from bmforge.tune.delta.opendelta_names import rename_inner
 
 __all__ = [
-    "InputEmbedding",
-    "OldModules",
-    "module_names",
-    "parameter_names",
-    "rename_loaded_",
+    "InputEmbedding", "OldModules", "module_names", "parameter_names", "rename_loaded_",
     "rename_saved_",
-]
+]  # fmt: skip
 
 # Matches the name of a projection in attention or MLP; group 1 is the block with the norm.
 _INSIDE = re.compile(r"(.*\.(?:self_att|cross_att|ffn))\.(self_attention|ffn)\..*")

@@ -12,18 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compat.model_center.model.base import (
-    BaseModel,
-    TextInputs,
-    lengths_to_mask,
-    refuse_unused,
-    spread_mask,
-)
+from bmforge.compat.model_center.model.base import BaseModel
 from bmforge.compat.model_center.model.config import Config, CPM1Config, CPM3Config, GLMConfig
 from bmforge.compat.model_center.model.decoders import TextModel
+from bmforge.compat.model_center.model.inputs import TextInputs, expand_mask, lengths_to_mask
 from bmforge.compat.model_center.model.relative_cpm1 import RelativeCPM1
 from bmforge.errors import ConfigError
-from bmforge.infer.cache import KVCache
 from bmforge.models import Model
 from bmforge.models.formats.model_center import fill_model_center
 from bmforge.nn import build_mask
@@ -119,7 +113,7 @@ class GLM(TextModel):
 class _OldCall(BaseModel):
     """Base class of models whose forward has an old and a new form; see the module docstring."""
 
-    def _see(
+    def _pairwise_mask(
         self,
         text: TextInputs,
         length: Tensor | None,
@@ -128,7 +122,7 @@ class _OldCall(BaseModel):
         span: Tensor | None,
     ) -> Tensor:
         """Return the pairwise attention mask, (B, past + T, past + T)."""
-        inputs, width = text.given, text.width
+        inputs, width = text.inputs, text.width
         if attention_mask is not None and attention_mask.dim() == 3:
             mask = attention_mask.bool()
         else:
@@ -170,13 +164,7 @@ class CPM1(_OldCall):
         *,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool = False,
-        past_key_values: KVCache | None = None,
-        output_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> Any:
         """Run the model; with `input` return the logits, with `input_ids` a `ModelOutput`.
 
@@ -187,12 +175,8 @@ class CPM1(_OldCall):
             span: span id per token; attention stays within a span (default: one span).
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding; or a pairwise mask.
-            inputs_embeds: embeddings instead of ids.
-            use_cache: return a KV cache.
-            past_key_values: KV cache of an earlier call; it is extended in place.
-            output_logits, output_hidden_states, return_dict: as in `TextModel`.
-            others: `token_type_ids` and other arguments that ModelCenter accepted without using
-                them.
+            options: fields of `CallOptions`, and arguments that ModelCenter ignored, such as
+                `token_type_ids`.
 
         Shape:
             input: (B, T); attention_mask: (B, past + T) or (B, past + T, past + T);
@@ -201,24 +185,17 @@ class CPM1(_OldCall):
         Raises:
             ConfigError: a context was passed to the original model.
         """
-        others.pop("token_type_ids", None)
-        if others.pop("position_ids", None) is not None:
+        options.pop("token_type_ids", None)
+        if options.pop("position_ids", None) is not None:
             raise ConfigError(
                 "position_ids is not supported: CPM1 computes positions itself. Leave it out."
             )
-        refuse_unused(others)
-        is_old = input is not None
-        ids = input if is_old else input_ids
-        text = self._take_text(ids, inputs_embeds, past_key_values, use_cache)
-        mask = self._see(text, length, attention_mask, self._check_context(context), span)
-        mask = spread_mask(mask, text.given.shape[1])
-        return self.answer_text(
-            self._read(text, mask, output_hidden_states),
-            text.cache,
-            output_logits=output_logits,
-            return_logits=is_old,
-            return_dict=return_dict,
-        )
+        if input is not None:
+            options["return_logits"] = True
+        text = self._take_text(input_ids if input is None else input, options)
+        mask = self._pairwise_mask(text, length, attention_mask, self._check_context(context), span)
+        outputs = self._run_model(text, expand_mask(mask, text.inputs.shape[1]))
+        return self.build_text_output(outputs, text)
 
     def _check_context(self, context: Tensor | None) -> Tensor | None:
         """Return the context mask; None for the original model, which does not support it."""
@@ -261,13 +238,7 @@ class CPM3(_OldCall):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool = False,
-        past_key_values: KVCache | None = None,
-        output_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool = True,
-        **others: Any,
+        **options: Any,
     ) -> Any:
         """Run the model; with `input` return logits and hidden states, else a `ModelOutput`.
 
@@ -281,28 +252,20 @@ class CPM3(_OldCall):
             input_ids: token ids for the form since version 1.0.
             attention_mask: 1 for tokens, 0 for padding.
             token_type_ids, position_ids: see `segment` and `position`.
-            inputs_embeds: embeddings instead of ids.
-            use_cache, past_key_values, output_logits, output_hidden_states, return_dict: as in
-                `TextModel`.
-            others: arguments that ModelCenter accepted without using them.
+            options: fields of `CallOptions`, and arguments that ModelCenter ignored.
 
         Shape:
             input: (B, T); length: (B,); all others: (B, past + T)
         """
-        refuse_unused(others)
-        is_old = input is not None
-        ids = input if is_old else input_ids
-        text = self._take_text(ids, inputs_embeds, past_key_values, use_cache)
+        text = self._take_text(input_ids if input is None else input, options)
         segment = token_type_ids if segment is None else segment
         if segment is None:
-            shape = text.given.shape[0], text.width
-            segment = torch.zeros(shape, dtype=torch.long, device=text.given.device)
+            shape = text.inputs.shape[0], text.width
+            segment = torch.zeros(shape, dtype=torch.long, device=text.inputs.device)
         if context is None:
             context = torch.zeros_like(segment, dtype=torch.bool)
         reads = {"length": length, "context": context, "segment": segment, "span": span}
-        outputs = self._read(text, attention_mask, output_hidden_states, **reads)
-        if is_old:
-            last = outputs.last_hidden_state
-            return self.make_logits(last), last
-        options = {"output_logits": output_logits, "return_dict": return_dict}
-        return self.answer_text(outputs, text.cache, return_logits=False, **options)
+        outputs = self._run_model(text, attention_mask, **reads)
+        if input is None:
+            return self.build_text_output(outputs, text)
+        return self.make_logits(outputs.last_hidden_state), outputs.last_hidden_state

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "BaseModelOutput",
-    "BaseModelOutputWithPooling",
-    "Later",
-    "ModelOutput",
-    "Seq2SeqModelOutput",
-]
+    "BaseModelOutput", "BaseModelOutputWithPooling", "Later", "ModelOutput", "Seq2SeqModelOutput",
+]  # fmt: skip
 
 
 class Later:

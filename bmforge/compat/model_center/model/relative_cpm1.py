@@ -95,17 +95,10 @@ class RelativeCPM1(CausalLM):
         output_hidden_states: bool = False,
         inputs_embeds: Tensor | None = None,
     ) -> ModelOutput:
-        """Return the hidden states.
-
-        Args:
-            input_ids: token ids.
-            attention_mask: pairwise mask.
-            cache: KV cache of earlier tokens.
-            output_hidden_states: return the outputs of the embedding and of every layer.
-            inputs_embeds: embeddings instead of `input_ids`.
+        """Return the hidden states; the arguments are those of `CausalLM`.
 
         Shape:
-            input_ids: (B, T); attention_mask: (B, 1, T, past + T)
+            input_ids: (B, T); attention_mask: pairwise mask (B, 1, T, past + T)
         """
         length = given_inputs(input_ids, inputs_embeds).shape[1]
         past = 0 if cache is None else cache.length

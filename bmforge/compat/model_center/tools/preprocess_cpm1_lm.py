@@ -5,7 +5,7 @@
 
 The text file is `INPUT` + `UID` + ".txt"; the token store is `PREFIX_document_context_UID`. Each
 document is encoded as `<s>`, its token ids without unknown tokens, and `<eod>`, and split into
-pieces of 512 tokens; pieces shorter than 32 are dropped.
+segments of 512 tokens; segments shorter than 32 are dropped.
 """
 
 from __future__ import annotations
@@ -24,29 +24,21 @@ from bmforge.tokenizers import CPM1Tokenizer
 
 __all__ = ["cut_document", "get_args", "main"]
 
-_START, _PIECE, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
+_START, _LONGEST, _SHORTEST, _LONGEST_LINE = 1, 512, 32, 5_000_000
 _tokenizers: dict[str, Any] = {}  # directory -> tokenizer, loaded once per worker process
 
 
 def get_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the arguments; if None, those of the process's command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--input", required=True, help="path of the text file, without uid and .txt"
-    )
+    parser.add_argument("--input", required=True, help="text file, without uid and .txt")
     parser.add_argument("--tokenizer_path", required=True, help="directory of CPM-1's tokenizer")
     parser.add_argument("--output_path", default=".", help="directory of the token store")
-    parser.add_argument(
-        "--output_prefix", default="cpm1_lm", help="prefix of the token store's name"
-    )
+    parser.add_argument("--output_prefix", default="cpm1_lm", help="prefix of the store's name")
     parser.add_argument("--dataset_impl", default="mmap", choices=get_available_dataset_impl())
-    parser.add_argument(
-        "--uid", type=int, default=0, help="number in the names of the text and the token store"
-    )
+    parser.add_argument("--uid", type=int, default=0, help="number of the text file")
     parser.add_argument("--workers", type=int, default=1, help="number of tokenizing processes")
-    parser.add_argument(
-        "--log_interval", type=int, default=10000, help="not used; a progress bar is shown"
-    )
+    parser.add_argument("--log_interval", type=int, default=10000, help="not used")
     return parser.parse_args(arguments)
 
 
@@ -64,8 +56,8 @@ def cut_document(line: str, tokenizer: Any) -> list[list[int]]:
         return []
     unknown, end = tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("<eod>")
     ids = [_START, *(i for i in ids if i != unknown), end]
-    pieces = (ids[at : at + _PIECE] for at in range(0, len(ids), _PIECE))
-    return [piece for piece in pieces if len(piece) >= _SHORTEST]
+    segments = (ids[at : at + _LONGEST] for at in range(0, len(ids), _LONGEST))
+    return [segment for segment in segments if len(segment) >= _SHORTEST]
 
 
 def _cut(directory: str, line: str) -> list[list[int]]:
@@ -102,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     count = 0
     with source.open(encoding="utf-8") as lines:
         documents = _cut_all(lines, str(args.tokenizer_path), args.workers)
-        for pieces in track(documents, "cut documents"):
-            for piece in pieces:
-                builder.add_item(piece)
+        for segments in track(documents, "cut documents"):
+            for segment in segments:
+                builder.add_item(segment)
                 count += 1
     builder.finalize(f"{prefix}.idx")
-    get_logger().info("%s: %d pieces", prefix, count)
+    get_logger().info("%s: %d segments", prefix, count)
     return prefix
 
 

@@ -13,13 +13,9 @@ from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.tune.prompt import draw_few
 
 __all__ = [
-    "PROCESSORS",
-    "DataProcessor",
-    "FewShotSampler",
-    "InputExample",
-    "InputFeatures",
+    "PROCESSORS", "DataProcessor", "FewShotSampler", "InputExample", "InputFeatures",
     "load_dataset",
-]
+]  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
 # The classes of the table have names too: `from openprompt.data_utils... import AgnewsProcessor`.

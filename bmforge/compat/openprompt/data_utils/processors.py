@@ -291,21 +291,10 @@ class ChnSentiCorp(FileProcessor):
 
 _WIC = _json_lines("sentence1", "sentence2", ("word",))
 _RTE = _json_lines("premise", "hypothesis")
-_NEWS = ("World", "Sports", "Business", "Tech")
-_DBPEDIA = (
-    "company", "school", "artist", "athlete", "politics", "transportation", "building", "river",
-    "village", "animal", "plant", "album", "film", "book",
-)  # fmt: skip
-_MNLI = ("contradiction", "entailment", "neutral")
-_SNLI = ("entailment", "neutral", "contradiction")
-_RATING = ("bad", "good")
-_IMDB = ("negative", "positive")
-_SEMEVAL_KINDS = (
-    "Member-Collection", "Entity-Destination", "Content-Container", "Message-Topic",
-    "Entity-Origin", "Cause-Effect", "Product-Producer", "Instrument-Agency", "Component-Whole",
-)  # fmt: skip
-_SEMEVAL = ("Other", *(f"{k}({o})" for o in ("e1,e2", "e2,e1") for k in _SEMEVAL_KINDS))
-_RELATIONS = tomllib.loads(Path(__file__).with_name("relations.toml").read_text("utf-8"))
+_FILE = tomllib.loads(Path(__file__).with_name("labels.toml").read_text("utf-8"))
+_LABELS = {name: labels.split() for name, labels in _FILE.items()}
+_NEWS, _DBPEDIA, _RATING = (_LABELS[name] for name in ("agnews", "dbpedia", "rating"))
+_SEMEVAL = ("Other", *(f"{k}({o})" for o in ("e1,e2", "e2,e1") for k in _LABELS["semeval"]))
 _FEW_GLUE = {"dev": "dev32", "test": "val"}
 _CSQA = {
     "train": "train_rand_split", "dev": "dev_rand_split", "test": "test_rand_split_no_answers",
@@ -313,16 +302,16 @@ _CSQA = {
 # Class name, names in PROCESSORS, labels, file of a split, reader.
 _TABLE: tuple[tuple[str, str, Sequence[Any] | None, str, Reader], ...] = (
     ("AgnewsProcessor", "agnews", _NEWS, "{split}.csv", _csv_rows(_NEWS, 2)),
-    ("MnliProcessor", "mnli", _MNLI, "{split}.csv", _csv_rows(_MNLI, 2)),
+    ("MnliProcessor", "mnli", _LABELS["mnli"], "{split}.csv", _csv_rows(_LABELS["mnli"], 2)),
     ("YahooProcessor", "yahoo", YAHOO_TOPICS, "{split}.csv", _csv_rows(YAHOO_TOPICS, 3)),
     ("DBpediaProcessor", "dbpedia", _DBPEDIA, "{split}.txt", _labeled_lines(_DBPEDIA, True)),
-    ("ImdbProcessor", "imdb", _IMDB, "{split}.txt", _labeled_lines(_IMDB)),
+    ("ImdbProcessor", "imdb", _LABELS["imdb"], "{split}.txt", _labeled_lines(_LABELS["imdb"])),
     ("AmazonProcessor", "amazon", _RATING, "{split}.txt", _labeled_lines(_RATING)),
     ("SST2Processor", "sst-2", ("0", "1"), "{split}.tsv", _tsv_columns(1, 0)),
-    ("SNLIProcessor", "snli", _SNLI, "{split}.tsv", _tsv_columns(-1, 7, 8)),
-    ("TACREDProcessor", "tacred", _RELATIONS["tacred"].split(), "{split}.json", _read_tacred),
-    ("TACREVProcessor", "tacrev", _RELATIONS["tacred"].split(), "{split}.json", _read_tacred),
-    ("ReTACREDProcessor", "retacred", _RELATIONS["retacred"].split(), "{split}.json", _read_tacred),
+    ("SNLIProcessor", "snli", _LABELS["snli"], "{split}.tsv", _tsv_columns(-1, 7, 8)),
+    ("TACREDProcessor", "tacred", _LABELS["tacred"], "{split}.json", _read_tacred),
+    ("TACREVProcessor", "tacrev", _LABELS["tacred"], "{split}.json", _read_tacred),
+    ("ReTACREDProcessor", "retacred", _LABELS["retacred"], "{split}.json", _read_tacred),
     ("SemEvalProcessor", "semeval", _SEMEVAL, "{split}.jsonl", _read_semeval),
     ("FewNERDProcessor", "fewnerd", FEW_NERD_TYPES, "supervised/{split}.txt", _read_few_nerd),
     ("WebNLGProcessor", "webnlg webnlg_2017", None, "{split}.json", _read_webnlg),

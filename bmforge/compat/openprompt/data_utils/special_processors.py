@@ -26,6 +26,7 @@ from bmforge.errors import ConfigError, DataError, MissingDependencyError
 __all__ = ["ARROW_PROCESSORS", "OTHER_PROCESSORS", "LAMAProcessor", "UltraChatProcessor"]
 
 Row = dict[str, Any]
+_WSC_LABELS = ("Different", "Same")
 
 
 def _read_rows(folder: Path) -> Iterator[Row]:
@@ -74,13 +75,12 @@ def _fields(
 
 def _read_wsc(path: Path, split: str) -> Iterator[Row]:
     """Yield WSC texts in which both spans are between asterisks."""
-    labels = _LABELS["wsc"]
     for row in _read_rows(path):
         words = row["text"].split()
         for index in sorted((row["span1_index"], row["span2_index"]), reverse=True):
             words[index : index + 1] = ["*", words[index], "*"]
         meta = {name: row[name] for name in ("span1_text", "span2_text")}
-        label = labels[row["label"]] if row["label"] >= 0 else None
+        label = _WSC_LABELS[row["label"]] if row["label"] >= 0 else None
         yield {"text_a": " ".join(words), "meta": meta, "label": label, "guid": str(row["idx"])}
 
 
@@ -96,38 +96,27 @@ def _read_record(path: Path, split: str) -> Iterator[Row]:
         yield {"meta": meta, "label": None, "guid": str(row["idx"])}
 
 
-_LABELS: dict[str, tuple[Any, ...]] = {
-    "multirc": ("No", "Yes"),
-    "boolq": ("No", "Yes"),
-    "cb": ("Entailment", "Not Entailment", "Neutral"),
-    "copa": ("No", "Yes"),
-    "rte": ("Entailment", "Not Entailment"),
-    "wic": ("Same", "Different"),
-    "wsc": ("Different", "Same"),
-    "record": (None,),
-}
-_READERS: dict[str, Reader] = {
-    "multirc": _fields(_LABELS["multirc"], "paragraph", "question", ("answer",)),
-    "boolq": _fields(_LABELS["boolq"], "passage", "question"),
-    "cb": _fields(_LABELS["cb"], "premise", "hypothesis"),
-    "copa": _fields(_LABELS["copa"], "premise", meta=("choice1", "choice2", "question")),
-    "rte": _fields(_LABELS["rte"], "premise", "hypothesis"),
-    "wic": _fields(_LABELS["wic"], "sentence1", "sentence2", ("word",)),
-    "wsc": _read_wsc,
-    "record": _read_record,
-}
-_NAMES = {"multirc": "MultiRC", "boolq": "BoolQ", "wic": "WiC", "record": "Record"}
-_VALIDATION = {"dev": "validation", "valid": "validation"}
-
+_ANSWERS, _ENTAILMENT = ("No", "Yes"), ("Entailment", "Not Entailment")
+# Task, name in the class name, labels, and a reader or the arguments of `_fields`.
+_SUPERGLUE: tuple[tuple[str, str, Sequence[Any], Any], ...] = (
+    ("multirc", "MultiRC", _ANSWERS, ("paragraph", "question", ("answer",))),
+    ("boolq", "BoolQ", _ANSWERS, ("passage", "question")),
+    ("cb", "CB", (*_ENTAILMENT, "Neutral"), ("premise", "hypothesis")),
+    ("copa", "COPA", _ANSWERS, ("premise", "", ("choice1", "choice2", "question"))),
+    ("rte", "RTE", _ENTAILMENT, ("premise", "hypothesis")),
+    ("wic", "WiC", ("Same", "Different"), ("sentence1", "sentence2", ("word",))),
+    ("wsc", "WSC", _WSC_LABELS, _read_wsc),
+    ("record", "Record", (None,), _read_record),
+)
 ARROW_PROCESSORS: dict[str, type[DataProcessor]] = {
     f"super_glue.{task}": define_processor(
-        f"Superglue{_NAMES.get(task, task.upper())}Processor",
-        _LABELS[task],
+        f"Superglue{name}Processor",
+        labels,
         f"super_glue.{task}/{{split}}",
-        read,
-        _VALIDATION,
+        source if callable(source) else _fields(labels, *source),
+        {"dev": "validation", "valid": "validation"},
     )
-    for task, read in _READERS.items()
+    for task, name, labels, source in _SUPERGLUE
 }
 ARROW_PROCESSORS["yahoo_answers_topics"] = define_processor(
     "YahooAnswersTopicsProcessor",

@@ -18,15 +18,9 @@ from bmforge.models.hub import find_model
 from bmforge.tokenizers import AutoTokenizer
 
 __all__ = [
-    "CPM2TokenizerWrapper",
-    "LMTokenizerWrapper",
-    "MLMTokenizerWrapper",
-    "ModelClass",
-    "T5LMTokenizerWrapper",
-    "T5TokenizerWrapper",
-    "TokenizerWrapper",
-    "load_plm",
-]
+    "CPM2TokenizerWrapper", "LMTokenizerWrapper", "MLMTokenizerWrapper", "ModelClass",
+    "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper", "load_plm",
+]  # fmt: skip
 
 
 class ModelClass(NamedTuple):
@@ -47,15 +41,10 @@ class ModelClass(NamedTuple):
 # Model kinds that programs add, as OpenPrompt's tutorial for UltraChat does.
 _MODEL_CLASSES: dict[str, ModelClass] = {}
 _WRAPPERS: dict[str, tuple[type[TokenizerWrapper], str]] = {
-    "bert": (MLMTokenizerWrapper, "masked_lm"),
-    "roberta": (MLMTokenizerWrapper, "masked_lm"),
-    "longformer": (MLMTokenizerWrapper, "masked_lm"),
-    "gpt2": (LMTokenizerWrapper, "language_model"),
-    "opt": (LMTokenizerWrapper, "language_model"),
-    "gptj": (LMTokenizerWrapper, "language_model"),
-    "llama": (LMTokenizerWrapper, "language_model"),
-    "qwen": (LMTokenizerWrapper, "language_model"),
-    "cpm1": (LMTokenizerWrapper, "language_model"),
+    **dict.fromkeys(("bert", "roberta", "longformer"), (MLMTokenizerWrapper, "masked_lm")),
+    **dict.fromkeys(
+        ("gpt2", "opt", "gptj", "llama", "qwen", "cpm1"), (LMTokenizerWrapper, "language_model")
+    ),
     "t5": (T5TokenizerWrapper, "sequence_to_sequence"),
     "t5-lm": (T5LMTokenizerWrapper, "sequence_to_sequence"),
     "cpm2": (CPM2TokenizerWrapper, "sequence_to_sequence"),

@@ -163,7 +163,7 @@ _PUBLISHED = (
 )
 CHINESE = RuleSet(
     "chinese",
-    1,
+    2,
     _OWN_RULES + tuple(replace(rule, forms=_NOT_FOR.get(rule.name, {})) for rule in _PUBLISHED),
     f"{_WEB_TEXT}; {_FINEWEB_2}",
     form=tell_form,

@@ -224,7 +224,7 @@ def repetition_rules(
 
 GOPHER_REPETITION = RuleSet(
     "gopher_repetition",
-    1,
+    2,
     repetition_rules(
         {
             "dup_para_frac": 0.3,

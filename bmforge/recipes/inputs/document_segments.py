@@ -30,10 +30,10 @@ from bmforge.recipes.inputs.splitting import StorePart, check_split
 from bmforge.recipes.inputs.vocabulary import check_tokenizers, find_own_tokenizer
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["Pieces", "find_tokenizer", "open_pieces", "open_tokenizer"]
+__all__ = ["DocumentSegments", "find_tokenizer", "open_segments", "open_tokenizer"]
 
 
-class Pieces(Sequence[NDArray[np.int64]]):
+class DocumentSegments(Sequence[NDArray[np.int64]]):
     """Documents of token stores as a sequence; long documents are split, short ones skipped.
 
     Args:
@@ -80,9 +80,9 @@ def _cut(store: TokenStore, shortest: int, longest: int, end_id: int | None) -> 
                 yield start, min(start + longest, end)
 
 
-def open_pieces(
+def open_segments(
     config: ExampleConfig, vocab_size: int, shortest: int, longest: int, end_id: int | None
-) -> tuple[Pieces, Pieces | None]:
+) -> tuple[DocumentSegments, DocumentSegments | None]:
     """Open and check the token stores of a run's training and held-out splits.
 
     The held-out split of a prepared directory is used if `config.validation` is empty.
@@ -117,8 +117,10 @@ def open_pieces(
     held_out_parts: list[TokenStore | Path] = [*held_out]
     if any(config.split[1:2]):
         held_out_parts = [StorePart(prefix, config.split, 1) for prefix in train]
-    held_out_pieces = Pieces(held_out_parts, shortest, longest, end_id) if held_out_parts else None
-    return Pieces(learned, shortest, longest, end_id), held_out_pieces
+    held_out_segments = (
+        DocumentSegments(held_out_parts, shortest, longest, end_id) if held_out_parts else None
+    )
+    return DocumentSegments(learned, shortest, longest, end_id), held_out_segments
 
 
 def open_tokenizer(config: Any, kind: type[Any] | None = None) -> Any:

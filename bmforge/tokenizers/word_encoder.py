@@ -1,4 +1,4 @@
-"""Splits words into vocabulary pieces, with a cache, for CPM-2, EVA and CPM-Ant."""
+"""Encodes words as token ids, with a cache, for CPM-2, EVA and CPM-Ant."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping
 from bmforge.errors import DataError
 from bmforge.tokenizers.longest_match import LongestMatcher
 
-__all__ = ["CONTINUES", "WordPieces", "has_chinese", "pieces_to_tokens"]
+__all__ = ["CONTINUES", "WordEncoder", "has_chinese", "ids_to_tokens"]
 
 CONTINUES = "##"
 _MAX_WORD_CHARS = 200  # longer words are one unknown token, as in the originals
 _CACHED_WORDS = 1 << 18
 
 
-class WordPieces(dict[str, tuple[int, ...]]):
-    """Bounded cache from word to ids of its pieces; ``cache[word]`` splits a missing word.
+class WordEncoder(dict[str, tuple[int, ...]]):
+    """Bounded cache from word to token ids; ``encoder[word]`` encodes a word that is not cached.
 
     Args:
-        vocabulary: mapping from piece to id.
-        unknown_id: id for a character at which no piece begins.
-        marked: True if the vocabulary marks pieces inside of words with the prefix ``##``, unless
+        vocabulary: mapping from token to id.
+        unknown_id: id for a character at which no token begins.
+        marked: True if the vocabulary marks tokens inside of words with the prefix ``##``, unless
             they contain Chinese characters.
 
     Memory: at most 2**18 words, about 65 MB.
@@ -30,11 +30,11 @@ class WordPieces(dict[str, tuple[int, ...]]):
         self, vocabulary: Mapping[str, int], unknown_id: int, marked: bool = False
     ) -> None:
         super().__init__()
-        self._vocabulary = {piece: id for piece, id in vocabulary.items() if piece}
+        self._vocabulary = {token: id for token, id in vocabulary.items() if token}
         self._unknown_id = unknown_id
         self._marked = marked
         self._longest = max(map(len, vocabulary), default=0)
-        inside = _inner_pieces(self._vocabulary) if self._marked else self._vocabulary
+        inside = _inner_tokens(self._vocabulary) if self._marked else self._vocabulary
         self._matcher = LongestMatcher(inside)
 
     def __missing__(self, word: str) -> tuple[int, ...]:
@@ -57,12 +57,12 @@ class WordPieces(dict[str, tuple[int, ...]]):
         return [self._unknown_id, *self._matcher.encode(word[1:], self._unknown_id)]
 
 
-def _inner_pieces(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return a dict from piece, without ``##``, to id, for pieces that may be inside of a word."""
-    inside = {piece: id for piece, id in vocabulary.items() if has_chinese(piece)}
-    for piece, id in vocabulary.items():
-        suffix = piece.removeprefix(CONTINUES)
-        if suffix != piece and suffix and not has_chinese(suffix):
+def _inner_tokens(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Return a dict from token, without ``##``, to id, for tokens that may be inside of a word."""
+    inside = {token: id for token, id in vocabulary.items() if has_chinese(token)}
+    for token, id in vocabulary.items():
+        suffix = token.removeprefix(CONTINUES)
+        if suffix != token and suffix and not has_chinese(suffix):
             inside[suffix] = id
     return inside
 
@@ -72,7 +72,7 @@ def has_chinese(text: str) -> bool:
     return any("\u4e00" <= character <= "\u9fff" for character in text)
 
 
-def pieces_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
+def ids_to_tokens(ids: Iterable[int], tokens: list[str]) -> list[str]:
     """Return the token of each id.
 
     Raises:

@@ -1,0 +1,107 @@
+"""Base class of stacked experts with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmforge.errors import ConfigError
+from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.packed_store import PackedStore
+from bmforge.nn.packing import PANEL_ROWS, QuantSpec
+from bmforge.nn.part import TensorNote
+from bmforge.nn.products import numbers_of
+
+__all__ = ["StackStore", "dequantize_stack"]
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Autograd function of a grouped product; backward dequantizes the matrices again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        minima: Tensor | None,
+        rows: int,
+        spec: list[int],
+        ends: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(packed, scales, minima, ends)
+        ctx.rows, ctx.spec = rows, spec
+        return torch.ops.bmforge.multiply_stacked(x, packed, scales, minima, rows, spec, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        packed, scales, minima, ends = ctx.saved_tensors
+        matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec)
+        matrices = matrices.to(grads[0].dtype)
+        x_grad = grouped_linear(grads[0], matrices.transpose(1, 2), ends)
+        return x_grad, None, None, None, None, None, None
+
+
+def dequantize_stack(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    """Return the dequantized stack, (E, rows, columns)."""
+    experts, panels = packed.shape[:2]
+    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
+    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
+    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
+
+
+class StackStore(PackedStore):
+    """Base class of experts with packed weights; every stack of matrices is packed separately."""
+
+    def _make_stacks(
+        self, sizes: dict[str, tuple[int, int, int]], spec: QuantSpec, like: Tensor
+    ) -> None:
+        """Create the uninitialized parameters of stacks with the given sizes (E, out, in)."""
+        if spec.outlier_ratio:
+            raise ConfigError(
+                f"outlier_ratio={spec.outlier_ratio} is not supported for experts. Exclude the "
+                "experts with `where`, or set outlier_ratio=0."
+            )
+        self._sizes = sizes
+        self._keep(spec, like.dtype, like.device)
+        for key, shape in sizes.items():
+            self._add_matrix(f"{key}_", shape, like.device)
+
+    def stack_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return a dict from the name of each stacked matrix to its sizes (E, out, in)."""
+        return self._sizes
+
+    def fill_(self, key: str, stack: Tensor) -> None:
+        """Quantize a stack (E, out, in) into the parameters."""
+        for number, matrix in enumerate(stack):
+            self._take(f"{key}_", matrix, number)
+
+    def multiply(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Multiply each expert's rows by its packed matrix `key`."""
+        if x.dtype == torch.float64 and self.spec.activations == "float":
+            return grouped_linear(x, self.dense(key, x.dtype), ends)
+        wants = torch.is_grad_enabled() and x.requires_grad
+        run = _GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+        tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
+        return run(x.float(), *tensors, rows, numbers_of(self.spec), ends).to(x.dtype)
+
+    def plain(self, key: str) -> Tensor:
+        """Return a dequantized stack in fp32, (E, out, in)."""
+        return self.dense(key, torch.float32)
+
+    def dense(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return a dequantized stack in `dtype`, (E, out, in)."""
+        tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
+        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
+
+    def tensor_notes(self) -> Mapping[str, TensorNote]:
+        """Return how the tensors are initialized: dense stacks are sampled, then packed."""
+        notes: dict[str, TensorNote] = {}
+        for key, shape in self._sizes.items():
+            notes |= self._notes(f"{key}_", key, shape)
+        return notes
