@@ -60,6 +60,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
             "IMGIMGDZ": 154,
         },
     },
+    "encoder-decoder": {"decoder_start_token_id": 0},
     "cohere_compass": {
         "text_config": {
             "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},

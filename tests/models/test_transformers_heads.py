@@ -22,7 +22,8 @@ LONG = pytest.mark.long
 # Text with an encoder-decoder, a classifier, images (as pixels and as patches), sound, and a
 # decoder that transformers lists with the encoder-decoders. GIT computes logits of image patches as
 # well; files of Kimi have fused and rotated rows; Pop2Piano ties the embeddings, but not the head;
-# SpeechT5 has more weights in convolutions than in blocks; FSMT does not shift labels.
+# SpeechT5 has more weights in convolutions than in blocks; FSMT does not shift labels; a pair of
+# an encoder and a decoder masks the padding in shifted labels.
 KINDS = [
     pytest.param("bart", "sequence_to_sequence", "text", id="bart"),
     pytest.param("electra", "sequence_classification", "text", id="electra"),
@@ -42,6 +43,7 @@ KINDS = [
     pytest.param("ernie4_5_vl_moe", "image_text_to_text", "image", id="ernie", marks=LONG),
     pytest.param("dots3_note", "image_text_to_text", "image", id="dots3_note", marks=LONG),
     pytest.param("qwen3_asr", "speech_to_text", "audio", id="qwen3_asr", marks=LONG),
+    pytest.param("encoder-decoder", "sequence_to_sequence", "text", id="pair", marks=LONG),
     pytest.param("pegasus", "sequence_to_sequence", "text", id="pegasus", marks=LONG),
     pytest.param("electra", "masked_lm", "text", id="electra-masked", marks=LONG),
     pytest.param("deberta-v2", "masked_lm", "text", id="deberta", marks=LONG),

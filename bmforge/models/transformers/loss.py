@@ -32,6 +32,9 @@ from bmforge.nn.part import adapters_of
 __all__ = ["LanguageLoss", "head_loss", "is_seq2seq"]
 
 _TARGET_HEADS = ("sequence_to_sequence", "speech_to_text", "image_text_to_text")
+# Encoder-decoders whose forward does not derive the decoder's input from labels. The forward of the
+# others also derives masks, which is why it is left to them.
+_UNSHIFTED = frozenset({"fsmt"})
 # Number of logits per chunk if the model computes them: 32 Mi fp32 numbers are 128 MiB.
 _LOGITS_AT_ONCE = 1 << 25
 
@@ -205,9 +208,11 @@ def head_loss(
         return out.loss if num_items is None else out.loss * (labels.shape[0] / num_items)
     if config.head in _TARGET_HEADS and is_seq2seq(foreign):
         arguments = {**arguments, "labels": labels}  # shifted, they are the decoder's input
-        shift = getattr(foreign, "prepare_decoder_input_ids_from_labels", None)
-        if shift is not None and arguments.get("decoder_input_ids") is None:  # FSMT does not shift
-            arguments["decoder_input_ids"] = shift(labels.clone())
+        needs_ids = foreign.config.model_type in _UNSHIFTED
+        if needs_ids and arguments.get("decoder_input_ids") is None:
+            # The function changes its argument.
+            shifted = foreign.prepare_decoder_input_ids_from_labels(labels.clone())
+            arguments["decoder_input_ids"] = shifted
     out = foreign(**call_arguments(foreign, arguments, cached=False))
     if getattr(out, "logits", None) is None:
         raise ConfigError(

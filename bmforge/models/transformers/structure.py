@@ -84,9 +84,7 @@ def _rank_stacks(module: Any, embed: str, least: int) -> list[str]:
         ranked.append(((name.rpartition(".")[0] == owner, is_known, matrices, size), name))
     ranked.sort(key=lambda pair: pair[0], reverse=True)
     preferred = [name for rank, name in ranked if rank[0] or rank[1]]
-    most = max((rank[2] for rank, _ in ranked), default=0)
-    others = [name for rank, name in ranked if rank[2] > most // 2]  # encoder and decoder
-    return preferred or others or [name for _, name in ranked[:1]]
+    return preferred or [name for _, name in ranked[:1]]
 
 
 def linear_names(module: nn.Module, stacks: tuple[str, ...]) -> list[str]:
