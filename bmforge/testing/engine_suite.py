@@ -28,7 +28,8 @@ from bmforge.testing.tolerance import assert_equal_trees
 
 __all__ = ["EngineSuite"]
 
-_CONFIG = EngineConfig(max_rows=4)
+# At least as many tokens as the inputs have; the configs of some cases state fewer.
+_TOKENS = 256
 _LAYERS = 4
 
 
@@ -55,8 +56,9 @@ class EngineSuite(SuiteBase):
         inputs = self.make_inputs(deep)
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
-        least = _smallest(tmp_path)
-        with Engine(tmp_path, device_budget_bytes=least, config=_CONFIG) as engine:
+        config = _config_of(deep)
+        least = _smallest(tmp_path, config)
+        with Engine(tmp_path, device_budget_bytes=least, config=config) as engine:
             assert engine.plan.moved_bytes
             for _ in range(2):
                 assert_equal_trees(list_outputs(engine.model(**inputs)), want)
@@ -70,10 +72,9 @@ class EngineSuite(SuiteBase):
         want, text = list_outputs(deep(**inputs)), self.write_text(deep)
         deep.save_pretrained(tmp_path)
         devices = ["cpu", "cpu"]
-        budget = _smallest(tmp_path, devices=devices)
-        with Engine(
-            tmp_path, devices=devices, device_budget_bytes=budget, config=_CONFIG
-        ) as engine:
+        config = _config_of(deep)
+        budget = _smallest(tmp_path, config, devices=devices)
+        with Engine(tmp_path, devices=devices, device_budget_bytes=budget, config=config) as engine:
             assert all(plan.used_bytes <= budget for plan in engine.plan.each())
             assert 0 < len(engine.plan.elsewhere) < len(_blocks_of(deep))
             assert_equal_trees(list_outputs(engine.model(**inputs)), want)
@@ -110,12 +111,13 @@ class EngineSuite(SuiteBase):
         batch = self.make_inputs(deep)
         batch |= make_labels(deep, batch)
         want = run_step_of(copy.deepcopy(deep), batch)
-        least, weight_bytes = _smallest(deep), _bytes_of(persistent_tensors(deep).values())
+        config, weight_bytes = _config_of(deep), _bytes_of(persistent_tensors(deep).values())
+        least = _smallest(deep, config)
         with Engine(
-            copy.deepcopy(deep), device_budget_bytes=least + weight_bytes, config=_CONFIG
+            copy.deepcopy(deep), device_budget_bytes=least + weight_bytes, config=config
         ) as unlimited:
             budget = least + int(share * (unlimited.plan.used_bytes - least))
-        with Engine(deep, device_budget_bytes=budget, config=_CONFIG) as engine:
+        with Engine(deep, device_budget_bytes=budget, config=config) as engine:
             plan = engine.plan
             assert plan.used_bytes <= budget
             assert bool(plan.moved_bytes) == (share < 1.0)
@@ -133,8 +135,13 @@ def _blocks_of(model: Model) -> list[str]:
     return [unit.name for unit in units_of(model) if unit.is_block]
 
 
-def _smallest(source: Any, **options: Any) -> int:
+def _config_of(model: Any) -> EngineConfig:
+    limit = model.position_limit
+    return EngineConfig(max_rows=4, max_tokens=_TOKENS if limit is None else min(limit, _TOKENS))
+
+
+def _smallest(source: Any, config: EngineConfig, **options: Any) -> int:
     """Return the smallest possible budget, parsed from the engine's error message."""
     with pytest.raises(ConfigError, match=r"is the smallest that works|is enough") as caught:
-        Engine(source, device_budget_bytes=1, config=_CONFIG, **options)
+        Engine(source, device_budget_bytes=1, config=config, **options)
     return int(str(caught.value).split("too small: ")[1].split()[0])

@@ -296,7 +296,7 @@ def test_alternating_rows(
         WeightRule(name, "fused", transpose, (first, 2 * sizes[1]), part_dim=1, step=2)
         for first, name in enumerate(stacks)
     ]
-    fused = rules[0].join([stacks["a"], stacks["b"]])
+    fused = rules[0].join([stacks["a"], stacks["b"]], rules)
     rows = torch.empty(sizes[0], 2 * sizes[1], sizes[2])
     rows[:, 0::2], rows[:, 1::2] = stacks["a"], stacks["b"]
     assert torch.equal(fused, rows.transpose(1, 2) if transpose else rows)

@@ -145,6 +145,7 @@ class TestCohere2(LayerTypesSuite):
             "tie_word_embeddings": False,
         },
     }
+    deep_options = {"layer_types": (*MIXED, "sliding_attention")}  # noqa: RUF012
 
 
 class TestOLMo2(LayerTypesSuite):
@@ -188,6 +189,7 @@ class TestOLMo3(LayerTypesSuite):
         },
         "default": {**ENDLESS, "sliding_window": 5},
     }
+    deep_options = {"layer_types": (*MIXED, "sliding_attention")}  # noqa: RUF012
 
 
 class TestSmolLM3(LayerTypesSuite):

@@ -94,11 +94,12 @@ def test_pieces_of_documents(tmp_path: Path) -> None:
 
 def test_chid_is_written_as_the_original_writes_it() -> None:
     tokenizer = train_cpm1_tokenizer()
+    tokens = {id: token for token, id in tokenizer.get_vocab().items()}
     text = "天下#idiom01#我他#idiom02#。"
     places = list(re.finditer(r"#idiom\d+#", text))
     for place, want in zip(places, ("天下<mask>我他。", "天下我他<mask>。"), strict=True):
         ids = encode_chid(text, place, ["一人", "上下"], tokenizer)
-        shown = "".join(tokenizer._tokens[id] for id in ids).replace("\u2581", "")
+        shown = "".join(tokens[id] for id in ids).replace("\u2581", "")
         options = "选项0:一人<sep>选项1:上下<sep>"
         assert shown == f"上下文:{want}<eod>{options}<mask>答案是:"
 

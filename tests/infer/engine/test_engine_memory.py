@@ -63,9 +63,9 @@ def test_an_engine_for_requests_takes_single_calls(tmp_path: Path) -> None:
     with Engine(tmp_path, device_budget_bytes=1 << 29, config=config) as engine:
         ids = torch.ones(2, 40, dtype=torch.long)
         assert engine.model(ids[:1]).logits.shape[:2] == (1, 40)
-        with pytest.raises(ConfigError, match=r"2 rows.*max_rows=1"):
+        with pytest.raises(ConfigError, match=r"2 sequences.*max_rows=1"):
             engine.model(ids)
-        with pytest.raises(ConfigError, match=r"2 rows.*max_rows=1"):
+        with pytest.raises(ConfigError, match=r"2 sequences.*max_rows=1"):
             generate(engine.model, ids[:, :8], max_new_tokens=2)
         assert engine.model(ids[:, :32]).logits.shape[:2] == (2, 32)  # 64 tokens, as planned
         handles = [engine.submit(Request([1, 2, 3 + row])) for row in range(6)]
