@@ -274,9 +274,17 @@ def _fit_parts_(
 
 
 def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
-    """Return one rule for each group of rows in an interleaved tensor; otherwise [rule].
+    """Split the rule of a parameter whose rows are interleaved with those of others by groups.
 
-    The rule's `part` is its row range in the concatenation of all parts.
+    An example is a tensor with q, k and v of the first head, then those of the second.
+
+    Args:
+        rule: rule whose `part` is (first row, number of rows of all parameters), as if the
+            parameters were concatenated.
+        shape: shape of the parameter.
+
+    Returns:
+        one rule for each group; [rule] if the parameter's rows are contiguous
     """
     if rule.groups == 1:
         return [rule]

@@ -74,7 +74,7 @@ class ItemObjective(Protocol):
         """Return the number of items of a micro-batch."""
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return a step's micro-batches with additional tensors. Collective over all ranks."""
+        """Return micro-batches with the tensors that the loss needs; called on every rank."""
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss and metrics of a micro-batch."""

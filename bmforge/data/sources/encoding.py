@@ -94,7 +94,7 @@ class Decoded:
     """Text decoded from bytes, with the encoding that was used.
 
     Attributes:
-        encoding: Python's name of the encoding.
+        encoding: Python's name for the encoding.
         replaced: number of damaged characters, which are U+FFFD in the text.
     """
 

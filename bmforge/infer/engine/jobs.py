@@ -144,12 +144,12 @@ class PackedJobs:
 
     @property
     def running(self) -> int:
-        """Number of answers with allocated pages."""
+        """Number of sequences with allocated pages of the KV cache."""
         return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Number of answers that wait for pages."""
+        """Number of sequences that wait for free pages of the KV cache."""
         return len(self._scheduler.waiting)
 
     def check(self, tokens: int) -> None:

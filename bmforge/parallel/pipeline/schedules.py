@@ -107,7 +107,7 @@ class _Writer:
         self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """Append actions of one stage, each for the next micro-batch of its kind."""
+        """Append actions of one stage; each kind of action counts its own micro-batches."""
         for kind in kinds:
             self.actions.append(Action(kind, stage, self.count[I if kind == B else kind, stage]))
             self.count.update((part, stage) for part in ((I, W) if kind == B else (kind,)))
