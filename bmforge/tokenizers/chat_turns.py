@@ -8,8 +8,9 @@ last message.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from bmforge.errors import DataError
@@ -19,6 +20,7 @@ from bmforge.tokenizers.chat_template import ChatTemplate
 __all__ = ["AnswerChoice", "AnswerText", "check_fields", "render_answers"]
 
 AnswerChoice = Literal["all", "last"]
+Render = Callable[[Sequence[Message]], str]  # messages -> text, with all other arguments set
 _OPEN, _CLOSE = "<think>", "</think>"
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "weight")
@@ -215,17 +217,18 @@ def check_fields(
     Args:
         template, messages, tools, variables: as in `render_answers`.
     """
+    render = partial(template.render, tools=tools, **(variables or {}))
     exempt, seen = {*_MESSAGE_FIELDS, *THOUGHT_FIELDS}, set()
     for number, message in enumerate(messages, 1):
         role = message["role"]
-        _check_role(template, messages, number, tools, variables or {})
+        _check_role(template, messages, number, render)
         for field in message:
             if field in exempt or (role, field) in seen or (field == "name" and role in TOOL_ROLES):
                 continue
             seen.add((role, field))
             is_used = bool(re.search(rf"\b{re.escape(field)}\b", template.source))
             if is_used and field == "name":  # the source may mean the name of a tool or tool call
-                is_used = _uses_name(template, messages, role, tools, variables or {})
+                is_used = _depends_on(_drop_name, messages, role, render)
             if not is_used:
                 raise DataError(
                     f"message {number} has the field {field!r}, which the chat template does not "
@@ -235,11 +238,7 @@ def check_fields(
 
 
 def _check_role(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    number: int,
-    tools: Tools | None,
-    variables: Mapping[str, Any],
+    template: ChatTemplate, messages: Sequence[Message], number: int, render: Render
 ) -> None:
     """Raise `DataError` if the template omits messages of a role, or if its case is wrong."""
     role = messages[number - 1]["role"]
@@ -247,7 +246,7 @@ def _check_role(
         return  # `render_answers` checks answers, because templates omit parts of earlier ones
     is_named = bool(re.search(rf"""['"]{re.escape(role)}['"]""", template.source))
     is_misspelled = role not in _ROLES and role.lower() in _ROLES and not is_named
-    if is_misspelled or not _shows_role(template, messages, role, tools, variables):
+    if is_misspelled or not _shows_role(messages, role, render):
         raise DataError(
             f"message {number} has the role {role!r}, which the chat template does not use (roles "
             f"of most templates: {', '.join(_ROLES)}). Correct the role, remove the message, or "
@@ -256,35 +255,23 @@ def _check_role(
     template.rendered_roles.add(role)
 
 
-def _shows_role(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    role: str,
-    tools: Tools | None,
-    variables: Mapping[str, Any],
-) -> bool:
+def _shows_role(messages: Sequence[Message], role: str, render: Render) -> bool:
     """Return True if the rendered text depends on the content of messages with a role."""
-    changed = [
-        {**m, "content": f"{m['content']} (changed)"} if m["role"] == role else m for m in messages
-    ]
     try:
-        rendered = template.render(messages, tools=tools, **variables)
-        return rendered != template.render(changed, tools=tools, **variables)
+        return _depends_on(
+            lambda m: {**m, "content": f"{m['content']} (changed)"}, messages, role, render
+        )
     except DataError:  # the caller renders the conversation, and raises this error
         return True
 
 
-def _uses_name(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    role: str,
-    tools: Tools | None,
-    variables: Mapping[str, Any],
+def _drop_name(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "name"}
+
+
+def _depends_on(
+    change: Callable[[Message], Message], messages: Sequence[Message], role: str, render: Render
 ) -> bool:
-    """Return True if the rendered text changes without the names in messages of a role."""
-    nameless = [
-        {key: value for key, value in m.items() if key != "name"} if m["role"] == role else m
-        for m in messages
-    ]
-    rendered = template.render(messages, tools=tools, **variables)
-    return rendered != template.render(nameless, tools=tools, **variables)
+    """Return True if the rendered text differs when `change` is applied to messages of a role."""
+    changed = [change(m) if m["role"] == role else m for m in messages]
+    return render(messages) != render(changed)
