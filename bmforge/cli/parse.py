@@ -211,14 +211,18 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
             last[name] = groups[-1]
             first.setdefault(name, groups[-1])
     for name in last.keys() - lists:
-        values = [_value_of(each[name]) for each in (first, last)]
-        if values[0] != values[1]:
-            get_logger().warning(
-                "%s is set several times, such as to %s; the last value, %s, is used",
-                *(name, *values),
-            )
+        _warn_of_repeated(name, [_value_of(each[name]) for each in (first, last)])
     unique = {id(group): group for group in groups}
     return [argument for group in unique.values() for argument in group]
+
+
+def _warn_of_repeated(name: str, values: Sequence[str]) -> None:
+    """Log a warning if the values of an option with one value differ."""
+    if len(set(values)) > 1:
+        get_logger().warning(
+            "%s is set several times, such as to %s; the last value, %s, is used",
+            *(name, values[0], values[-1]),
+        )
 
 
 def _value_of(group: Sequence[str]) -> str:
@@ -314,10 +318,10 @@ def take_switch(arguments: list[str], name: str) -> bool:
 
 
 def take_option(arguments: list[str], name: str) -> str | None:
-    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the value.
+    """Remove ``name VALUE`` or ``name=VALUE`` from the arguments and return the last value.
 
     Raises:
-        ConfigError: the value is missing, or the option has several values.
+        ConfigError: the value is missing.
     """
     values: list[str] = []
     index = 0
@@ -330,9 +334,5 @@ def take_option(arguments: list[str], name: str) -> str | None:
             raise ConfigError(f"{name} needs a value.")
         values.append(value if equals else arguments[index + 1])
         del arguments[index : index + (1 if equals else 2)]
-    if len(set(values)) > 1:
-        raise ConfigError(
-            f"{name} is set several times ({', '.join(values)}), but it has one value. Pass it "
-            "once."
-        )
-    return values[0] if values else None
+    _warn_of_repeated(name, values)
+    return values[-1] if values else None

@@ -143,4 +143,5 @@ def _choose_layout(config: Any, word: str, world: int | None) -> Any:
 def _peek_option(arguments: Sequence[str], name: str) -> str | None:
     """Return the value of an option without removing it from the arguments."""
     spelt = [a.replace("_", "-") if a.startswith("--init_from") else a for a in arguments]
-    return take_option(spelt, name)
+    last = [i for i, a in enumerate(spelt) if a.partition("=")[0] == name][-1:]
+    return take_option(spelt[last[0] :], name) if last else None

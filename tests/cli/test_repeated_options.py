@@ -74,13 +74,21 @@ def test_another_value_of_an_option_is_no_silent_change(
     assert (words in caplog.text) if words else not caplog.records
 
 
-def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """`train` reads --model before all other options; it has no last value."""
-    for more in (["--model", "b"], ["--model=b"]):
-        assert main(["train", "rl", "--model", "a", *more]) == 2
-        assert "error: --model is set several times (a, b)" in capsys.readouterr().err
+def test_the_last_of_two_models_is_used(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`train` reads --model before all other options."""
+    for more in (["--model", "no-such-b"], ["--model=no-such-b"]):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            assert main(["train", "rl", "--model", "no-such-a", *more]) == 2
+        assert "--model is set several times, such as to no-such-a; the last" in caplog.text
+        assert "no-such-a" not in (said := capsys.readouterr().err).splitlines()[-1]
+        assert "no-such-b" in said
+    caplog.clear()
     assert take_option(arguments := ["x", "--out=1", "y", "--out", "1"], "--out") == "1"
     assert arguments == ["x", "y"]
+    assert not caplog.records
 
 
 def test_adapters_of_a_server() -> None:
