@@ -118,7 +118,7 @@ class _Block:
         self.id = f"toolu_{secrets.token_hex(12)}"
 
     def as_json(self, is_whole: bool) -> dict[str, Any]:
-        """Return the block as JSON: complete, or empty as at its start in a stream."""
+        """Return the block as JSON: complete, or empty for the start event of a stream."""
         text = self.text if is_whole else ""
         if self.kind == "text":
             return {"type": "text", "text": text}

@@ -52,7 +52,7 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
 
 
 def _measure_grad(tensor: Tensor, collect: Callable[[Tensor], Tensor]) -> Row:
-    """Return statistics of a tensor's gradient, zero on processes without one; else None."""
+    """Return statistics of a gradient; zeros if only other processes have it, None if none has."""
     if not any(allgather_objects(tensor.grad is not None)):
         return {"grad_std": None, "grad_mean": None}
     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -58,7 +58,7 @@ class BoxRule(WeightRule):
         return tuple(slices)
 
     def _stored_slice(self, start: int, stop: int) -> slice:
-        """Return the slice of the stored dim `part_dim` with a range of the region's rows."""
+        """Return the slice of the stored dim `part_dim` for a range of the region's rows."""
         first = self.part[0] if self.part else 0
         end = first + (stop - 1) * self.step + 1
         return slice(first + start * self.step, end, self.step if self.step > 1 else None)
@@ -102,7 +102,7 @@ class BoxRule(WeightRule):
         return math.prod(self._own_shape())
 
     def join(self, parts: Sequence[Tensor], rules: Sequence[WeightRule]) -> Tensor:
-        """Write the regions into a tensor; rows of no region are padding, and stored as zeros."""
+        """Write the regions into a tensor; rows outside them are padding, stored as zeros."""
         if self.part is None:
             return parts[0].contiguous()
         shape = list(parts[0].shape)
