@@ -1,11 +1,12 @@
 """Training step with LoRA compared with PEFT on transformers, and with full fine-tuning.
 
     python -m benchmarks.adapters.lora_step [--targets qv all] [--base-dtype bf16|int8|int4]
-        [--rounds 20] [--rank 8] [--tokens 1024] [--layers 8] [--budget-s 400]
+        [--rounds 20] [--rank 8] [--tokens 1024] [--layers 8] [--answers 0.5] [--budget-s 400]
 
 All sides open the same Llama with random weights. Each runs in its own process; the steps alternate
 and include AdamW. The memory is the peak resident memory of a step above the resident memory after
 it. The bytes of gradients and optimizer states are computed. `--rounds 0` measures memory alone.
+`--answers` is the fraction of tokens with labels: in a chat, these are the tokens of the answers.
 
 With `--base-dtype bf16`, base weights and computation are in bf16, and PEFT runs in three ways:
 with adapters in bf16, with adapters in fp32 (its default), and with `torch.autocast`. All sides use
@@ -50,14 +51,18 @@ PEFT_TARGETS = {
 }
 
 
-def make_batch(vocab: int, tokens: int, rows: int) -> torch.Tensor:
-    """Return random tokens."""
+def make_batch(
+    vocab: int, tokens: int, rows: int, answers: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random tokens, and labels of a fraction of them: turns of 64 tokens end in answers."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocab, (rows, tokens // rows), generator=generator)
+    ids = torch.randint(0, vocab, (rows, tokens // rows), generator=generator)
+    is_prompt = torch.arange(tokens // rows) % 64 < round(64 * (1 - answers))
+    return ids, ids.masked_fill(is_prompt, -100)
 
 
 def build_bmforge(
-    folder: str, kind: str, rank: int, tokens: int, rows: int, base: str = "fp32"
+    folder: str, kind: str, rank: int, tokens: int, rows: int, answers: float, base: str = "fp32"
 ) -> Callable[[], float]:
     """Return a step of bmforge.
 
@@ -66,6 +71,7 @@ def build_bmforge(
         kind: key of TARGETS, or "full" for all weights.
         rank: rank of the adapters.
         tokens, rows: tokens and rows of the batch.
+        answers: fraction of tokens with labels.
         base: "int8" or "int4" quantizes the linear layers of the blocks; "bf16" stores the
             frozen weights in bf16 and computes in bf16.
     """
@@ -89,11 +95,11 @@ def build_bmforge(
                 parameter.data = parameter.data.bfloat16()
         parallelize(model, precision="bf16")
     (optimizer,) = build_optimizers(model, OptimConfig(lr=1e-4, weight_decay=0.0))
-    ids = make_batch(model.config.vocab_size, tokens, rows)
+    ids, labels = make_batch(model.config.vocab_size, tokens, rows, answers)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = model(ids, labels=ids).loss
+        loss = model(ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         return float(loss.detach())
@@ -107,6 +113,7 @@ def build_peft(
     rank: int,
     tokens: int,
     rows: int,
+    answers: float,
     base_dtype: str = "fp32",
     adapters: torch.dtype = torch.float32,
     autocast: bool = False,
@@ -129,12 +136,12 @@ def build_peft(
     ).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
-    ids = make_batch(base.config.vocab_size, tokens, rows)
+    ids, labels = make_batch(base.config.vocab_size, tokens, rows, answers)
 
     def step() -> float:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         loss.backward()
         optimizer.step()
         return float(loss.detach())
@@ -187,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--answers", type=float, default=1.0, help="fraction of labeled tokens")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--intermediate", type=int, default=1376)
     parser.add_argument("--layers", type=int, default=8)
@@ -206,9 +214,9 @@ def main() -> None:
 
 def compare(folder: str, kind: str, options: argparse.Namespace, threads: int) -> None:
     """Measure one choice of targets; without rounds, its memory alone."""
-    arguments = options.rank, options.tokens, options.rows, options.base_dtype
+    arguments = options.rank, options.tokens, options.rows, options.answers, options.base_dtype
     given = folder, kind, *arguments
-    full = (*arguments[:3], "bf16" if options.base_dtype == "bf16" else "fp32")
+    full = (*arguments[:4], "bf16" if options.base_dtype == "bf16" else "fp32")
     contenders = {"bmforge": Contender(build_bmforge, threads, *given, tuned=True)}
     ways = PEFT_IN_BF16 if options.base_dtype == "bf16" else {"PEFT": (torch.float32, False)}
     for name, way in ways.items():

@@ -18,7 +18,7 @@ from torch import Tensor
 from bmforge.batch import IGNORE_INDEX
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.nn.losses import TiledLoss, as_number, find_tiling, split_chunks
+from bmforge.nn.losses import TiledLoss, as_number, find_labeled, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.softcap import cap_softly
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits
@@ -42,7 +42,7 @@ class HeadInput(NamedTuple):
     softcap: float | None = None
 
     def select(self, tokens: slice | Tensor) -> HeadInput:
-        """Return the inputs of some tokens, by a slice or a boolean mask (M,)."""
+        """Return the inputs of some tokens, by a slice, a boolean mask (M,) or indices (N,)."""
         added = tuple((low[tokens], rows) for low, rows in self.added)
         return self._replace(hidden=self.hidden[tokens], added=added)
 
@@ -221,6 +221,10 @@ def linear_distillation(
         student = student.detach()
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
+    labeled = find_labeled(labels)
+    if labeled is not None:
+        labels = labels[labeled]
+        student, teacher = student.select(labeled), teacher.select(labeled)
     hidden, weight, bias, added, softcap = student
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / as_number(num_items, hidden.device, wide)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bmforge.device import wide_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.distillation import HeadInput
-from bmforge.nn.losses import check_classes, find_tiling, split_chunks
+from bmforge.nn.losses import check_classes, find_labeled, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
@@ -209,7 +209,11 @@ def linear_logprobs(
         raise ConfigError(f"temperature={temperature} must be above 0.")
     if vocab is None:
         check_classes(labels, inputs.weight.shape[0])
+    labeled, count = find_labeled(labels), labels.shape[0]
+    if labeled is not None:
+        inputs, labels = inputs.select(labeled), labels[labeled]
     hidden, weight, bias, added, softcap = inputs if torch.is_grad_enabled() else inputs.detach()
     options = _Options(temperature, vocab, with_entropy, softcap)
     flat = itertools.chain.from_iterable(added)
-    return _LinearLogprobs.apply(hidden, weight, bias, labels, options, None, *flat)
+    scores = _LinearLogprobs.apply(hidden, weight, bias, labels, options, None, *flat)
+    return scores if labeled is None else scores.new_zeros(3, count).index_copy(1, labeled, scores)

@@ -27,6 +27,7 @@ __all__ = [
     "TiledLoss",
     "as_number",
     "check_classes",
+    "find_labeled",
     "find_tiling",
     "linear_cross_entropy",
     "split_chunks",
@@ -38,6 +39,9 @@ _CHUNK_ELEMENTS = 1 << 26
 # and 72 MiB if the logits have 16 bits.
 # Each pass over the head's weight must serve at least some tokens, or reading the weight dominates.
 _HOST_CHUNK_ELEMENTS, _HOST_TILE_ELEMENTS, _FEW_TOKENS, _MANY_TOKENS = 9 << 22, 1 << 22, 200, 2048
+# Smallest fraction of tokens without a label that are left out of the head's products. A causal
+# model's last position of every row stays below it, so pretraining does not copy its states.
+_LEFT_OUT = 1 / 8
 
 
 class _HeadOptions(NamedTuple):
@@ -169,7 +173,8 @@ def linear_cross_entropy(
     Args:
         hidden: last hidden states.
         weight: the head's weight, or quantized rows without gradient.
-        labels: target class of every row; -100 ignores the row.
+        labels: target class of every row; -100 ignores the row. On a CPU, no logits of ignored
+            rows are computed if they are more than an eighth.
         bias: the head's bias.
         num_items: divisor of the summed loss; None means the number of labels (the mean; 0
             without labels). A trainer passes the number of labels of the global batch, divided by
@@ -204,6 +209,10 @@ def linear_cross_entropy(
         added = [(low.detach(), rows.detach()) for low, rows in added]
     if num_items is None:
         num_items = (labels != IGNORE_INDEX).sum().clamp(min=1)
+    labeled = find_labeled(labels)
+    if labeled is not None:
+        hidden, labels = hidden.index_select(0, labeled), labels[labeled]
+        added = [(low.index_select(0, labeled), rows) for low, rows in added]
     wide = wide_dtype(hidden.dtype)
     scale = 1.0 / as_number(num_items, hidden.device, wide)
     flat = itertools.chain.from_iterable(added)
@@ -216,6 +225,21 @@ def as_number(number: float | Tensor, device: torch.device, dtype: torch.dtype) 
     if isinstance(number, Tensor):
         return number.to(device, dtype)
     return torch.full((), number, dtype=dtype, device=device)
+
+
+def find_labeled(labels: Tensor) -> Tensor | None:
+    """Return the indices of the tokens with a label, or None to compute the loss of all tokens.
+
+    In fine-tuning, the prompts have no labels, and their logits would be computed for nothing. None
+    is returned if few tokens have no label, or if reading the labels needs a device sync.
+
+    Shape:
+        labels: (M,); returns (N,), ascending
+    """
+    if not reads_are_free(labels):
+        return None
+    labeled = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    return labeled if labels.shape[0] - labeled.shape[0] > labels.shape[0] * _LEFT_OUT else None
 
 
 def check_classes(labels: Tensor, count: int) -> None:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from bmforge.errors import ShapeError
-from bmforge.nn import LMHead, linear_cross_entropy, losses, tiled_logits
+from bmforge.nn import (
+    HeadInput,
+    LMHead,
+    linear_cross_entropy,
+    linear_distillation,
+    linear_logprobs,
+    losses,
+    tiled_logits,
+)
 from bmforge.testing import assert_close
 
 V, D = 11, 6
@@ -82,6 +91,30 @@ def test_equals_torch(
         (loss * 1.7).backward()
         results.append({n: t.grad for n, t in inputs.items() if t is not None} | {"loss": loss})
     assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "logprobs", "distillation"])
+def test_tokens_without_labels_cost_no_products(kind: str) -> None:
+    """A quarter of the tokens has labels: a quarter of the operations, the same gradients."""
+    labels = make_labels(16, "none")
+    labels[torch.arange(16) % 4 != 1] = -100
+    flops, results = [], []
+    for rows in (slice(None), slice(1, None, 4)):
+        inputs = make_inputs(16, torch.float64, True)
+        head = HeadInput(inputs["hidden"][rows], inputs["weight"], inputs["bias"])
+        with FlopCounterMode(display=False) as counter:
+            if kind == "cross_entropy":
+                loss = linear_cross_entropy(*head[:2], labels[rows], head.bias)
+            elif kind == "logprobs":
+                loss = linear_logprobs(head, labels[rows])[0].sum()
+            else:
+                teacher = head.detach()._replace(bias=None)
+                loss = linear_distillation(head, teacher, labels[rows])
+            loss.backward()
+        flops.append(counter.get_total_flops())
+        results.append({name: tensor.grad for name, tensor in inputs.items()} | {"loss": loss})
+    assert flops[0] == flops[1]
+    assert_close(results[0], results[1])
 
 
 def test_no_gradients_wanted() -> None:
