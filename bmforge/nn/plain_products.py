@@ -158,7 +158,7 @@ def matches_torch(kernels: Kernels) -> bool:
         spec = QuantSpec(bits, group, symmetric, scale_dtype="float32" if wide else "float16")
         if not _packed_alike(kernels, dense, x, bias, spec):
             return False
-    many, few = (x, dense), (draw(4, _LONG_ROW), draw(3, _LONG_ROW))
+    many, few = (x, dense), (draw(5, _LONG_ROW), draw(7, _LONG_ROW))
     return all(
         _rows_alike(kernels, *shape, dtype) for shape in (many, few) for dtype in PLAIN_KINDS
     )

@@ -31,6 +31,7 @@ typedef __m512i Ints;
 typedef __m512i Block;
 typedef __m512i Shorts;  // partial sums for Ints
 static const int MOST_PANELS = 2, MOST_TOKENS = 6;  // tile sizes whose sums fit into the registers
+static const int TILE_ROWS = 6, TILE_TOKENS = 4;  // the same for plain weights
 
 static inline Floats floats(float value) { return _mm512_set1_ps(value); }
 static inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
@@ -91,6 +92,7 @@ struct Ints { __m256i a, b; };
 typedef Ints Block;
 typedef Ints Shorts;
 static const int MOST_PANELS = 1, MOST_TOKENS = 2;
+static const int TILE_ROWS = 1, TILE_TOKENS = 4;
 
 static inline Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 static inline Floats load(const float* from) {
@@ -184,6 +186,7 @@ struct Ints { int32_t v[16]; };
 struct Block { uint8_t v[64]; };
 typedef Ints Shorts;
 static const int MOST_PANELS = 1, MOST_TOKENS = 2;
+static const int TILE_ROWS = 1, TILE_TOKENS = 4;
 #define LANES for (int i = 0; i < 16; i++)
 
 static inline float widen(uint16_t half) {

@@ -19,8 +19,8 @@ static const int STEP = 64;  // columns
 static const int FLOAT_TOKENS = 4;
 static const int ROW_SUMS = 16;  // rows times tokens whose sums are kept in registers
 
-// Where the weights of a row come from: from memory, whole or in parts, or from the L2 cache.
-enum Origin { MEMORY, PARTS, CACHE };
+// How the rows are read from memory: whole, or in parts.
+enum Origin { MEMORY, PARTS };
 
 // Bytes of a core's L1 cache.
 static int64_t nearest_bytes() {
@@ -48,32 +48,12 @@ static inline void add_step(Floats (*total)[4], const E* w, const float* x, int6
   }
 }
 
-// Add all whole steps of a row in cache, one of the four sums at a time: those of T tokens fit the
-// registers. A row that is read from memory would be prefetched badly.
-template <int T, typename E>
-static inline void add_steps(const E* w, int64_t count, const float* x, int64_t stride,
-                             Floats (*total)[4]) {
-  for (int j = 0; j < 4; j++) {
-    Floats own[T];
-    for (int t = 0; t < T; t++) own[t] = total[t][j];
-    for (int64_t c = 16 * j; c < count; c += STEP) {
-      const Floats weight = load(w + c);
-      for (int t = 0; t < T; t++) own[t] = fused(weight, load(x + t * stride + c), own[t]);
-    }
-    for (int t = 0; t < T; t++) total[t][j] = own[t];
-  }
-}
-
 // Add some columns of a row times T tokens to `total`; the last step is padded with zeros.
 // Prefetches a little ahead or, if rows are read in parts, the next part.
 template <int T, Origin ORIGIN, typename E>
 static inline void add_columns_of(const E* w, const E* next, int64_t count, const float* x,
                                   int64_t stride, Floats (*total)[4]) {
   int64_t c = 0;
-  if (ORIGIN == CACHE) {
-    c = count / STEP * STEP;
-    add_steps<T>(w, c, x, stride, total);
-  }
   for (; c + STEP <= count; c += STEP) {
     for (int b = 0; b < STEP * (int)sizeof(E); b += 64) {
       if (ORIGIN == PARTS) __builtin_prefetch((const char*)(next + c) + b, 0, 2);
@@ -155,7 +135,53 @@ static void multiply_once(const E* w, int64_t rows, int64_t columns, const float
   else multiply_divided_rows<T>(w, rows, columns, x, out, apart);
 }
 
-// Call f with the number of tokens, 1 to FLOAT_TOKENS, as a compile-time constant.
+// A tile of R rows in cache times T tokens. Only one of the four sums of every result is in the
+// registers at a time; each pass reads every fourth line of the rows and of the tokens.
+template <int R, int T, typename E>
+static void multiply_tile(const E* w, int64_t columns, const float* x, float* out, int64_t apart) {
+  const int64_t whole = columns / STEP * STEP;
+  E weights[R * STEP];
+  float values[T * STEP];
+  if (whole < columns) {
+    const int64_t rest = columns - whole;
+    for (int r = 0; r < R; r++) copy_rest(w + r * columns + whole, rest, weights + r * STEP);
+    for (int t = 0; t < T; t++) copy_rest(x + t * columns + whole, rest, values + t * STEP);
+  }
+  Floats pairs[2][R][T];
+  for (int j = 0; j < 4; j++) {
+    Floats own[R][T];
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++) own[r][t] = floats(0.0f);
+    const auto add_lanes = [&](const E* rows, int64_t row_stride, const float* tokens,
+                               int64_t token_stride) {
+      Floats weight[R];
+      for (int r = 0; r < R; r++) weight[r] = load(rows + r * row_stride);
+      for (int t = 0; t < T; t++) {
+        const Floats value = load(tokens + t * token_stride);
+        for (int r = 0; r < R; r++) own[r][t] = fused(weight[r], value, own[r][t]);
+      }
+    };
+    for (int64_t c = 16 * j; c < whole; c += STEP) add_lanes(w + c, columns, x + c, columns);
+    if (whole < columns) add_lanes(weights + 16 * j, STEP, values + 16 * j, STEP);
+    for (int r = 0; r < R; r++)
+      for (int t = 0; t < T; t++)
+        pairs[j / 2][r][t] = j % 2 ? add(pairs[j / 2][r][t], own[r][t]) : own[r][t];
+  }
+  for (int t = 0; t < T; t++)
+    for (int r = 0; r < R; r++) out[t * apart + r] = sum(add(pairs[0][r][t], pairs[1][r][t]));
+}
+
+// Rows in cache times T tokens.
+template <int T, typename E>
+static void multiply_tiles(const E* w, int64_t rows, int64_t columns, const float* x, float* out,
+                           int64_t apart) {
+  int64_t row = 0;
+  for (; row + TILE_ROWS <= rows; row += TILE_ROWS)
+    multiply_tile<TILE_ROWS, T>(w + row * columns, columns, x, out + row, apart);
+  for (; row < rows; row++) multiply_tile<1, T>(w + row * columns, columns, x, out + row, apart);
+}
+
+// Call f with the number of tokens, 1 to T, as a compile-time constant.
 template <int T = FLOAT_TOKENS, typename F>
 static inline void with_tokens(int64_t count, F f) {
   if (count == T) f(std::integral_constant<int, T>());
@@ -176,9 +202,9 @@ static void multiply_some_rows(const E* weight, int64_t columns, int64_t first, 
   }
   const int64_t near = std::max<int64_t>(NEAR_BYTES / (columns * (int64_t)sizeof(E)), 1);
   for (; first < last; first += near)
-    for (int64_t t = 0; t < tokens; t += FLOAT_TOKENS)
-      with_tokens(std::min<int64_t>(FLOAT_TOKENS, tokens - t), [&](auto count) {
-        multiply_whole_rows<decltype(count)::value, CACHE>(
+    for (int64_t t = 0; t < tokens; t += TILE_TOKENS)
+      with_tokens<TILE_TOKENS>(std::min<int64_t>(TILE_TOKENS, tokens - t), [&](auto count) {
+        multiply_tiles<decltype(count)::value>(
             weight + first * columns, std::min(near, last - first), columns, x + t * columns,
             out + t * apart + first, apart);
       });
