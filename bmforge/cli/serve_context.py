@@ -56,7 +56,7 @@ def choose_context(
         ConfigError: the requested length is below 2, or above the model's limit.
     """
     limit = model.position_limit
-    if model.traits.reads == "left" and limit is None:
+    if model.traits.attention == "causal" and limit is None:
         limit = getattr(model.config, "max_seq_len", None) or None
     if requested is not None and requested < 2:
         raise ConfigError(f"context={requested} must be at least 2 tokens (prompt and answer).")
@@ -65,7 +65,7 @@ def choose_context(
             f"context={requested} is more than the model's maximum sequence length, {limit} "
             f"(from its config.json). Use at most {limit}."
         )
-    if limit is None or model.traits.reads != "left":
+    if limit is None or model.traits.attention != "causal":
         return Context(requested, None, "as given" if requested else "the engine's default")
     per_token = key_value_bytes(model.config)
     if is_planned:

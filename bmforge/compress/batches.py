@@ -73,7 +73,7 @@ def prepare_batches(model: nn.Module, batches: Sequence[Any] | None) -> list[dic
 def _has_decoder(model: nn.Module) -> bool:
     """Return True for an encoder-decoder, whose labels and inputs differ in length."""
     traits, config = getattr(model, "traits", None), getattr(model, "config", None)
-    return getattr(traits, "reads", "") == "apart" or bool(
+    return getattr(traits, "is_encoder_decoder", False) or bool(
         getattr(config, "is_encoder_decoder", False)
     )
 

@@ -67,7 +67,7 @@ class Conversation:
         directory: Path | None = None,
     ) -> None:
         traits = model.traits
-        if not traits.writes or traits.objective in ("documents", "dialogues"):
+        if not traits.can_generate or traits.objective in ("documents", "dialogues"):
             raise ConfigError(
                 f"a {type(model).__name__} with the head {model.config.head!r} cannot use a "
                 "chat template (needed: a causal or encoder-decoder model that generates "
@@ -76,7 +76,7 @@ class Conversation:
         self.model, self.tokenizer = model, tokenizer
         self.template = template or ChatTemplate(None, tokenizer)
         self.options = options or GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS)
-        is_apart = traits.reads == "apart"
+        is_apart = traits.is_encoder_decoder
         own = None if is_apart else traits.row_limit(model.config)
         self._limit = limit if own is None else min(own, limit or own)
         self._mark = self.template.end_mark().strip() or self.template.end_mark()
@@ -149,7 +149,7 @@ class Conversation:
     @property
     def streams(self) -> bool:
         """Whether answers are generated token by token from left to right."""
-        return self.model.traits.reads != "apart" and self.options.num_beams == 1
+        return not self.model.traits.is_encoder_decoder and self.options.num_beams == 1
 
     def prompt_opens(self, mark: str) -> bool:
         """Return True if rendered prompts end with the text `mark`, such as <think>."""
@@ -222,7 +222,7 @@ class Conversation:
                 f"num_return_sequences={options.num_return_sequences} must be 1, because a "
                 "conversation continues with exactly one answer. Leave it out."
             )
-        if traits.reads == "apart":
+        if traits.is_encoder_decoder:
             prompt = torch.tensor([ids], device=next(model.parameters()).device)
             out = generate(model, prompt, torch.ones_like(prompt), options)[0].tolist()  # type: ignore[arg-type]
             return decode_answer(out[1:], tokenizer, traits.answer_sentinel)
@@ -268,7 +268,7 @@ def encode_messages(
     _, ids = template.encode(messages, tools, begin, **variables)
     before: list[int | None] = []
     behind: list[int | None] = []
-    if traits.reads == "apart":
+    if traits.is_encoder_decoder:
         behind = [tokenizer.token_to_id(traits.sentinel.format(0)), tokenizer.eos_id]
     elif traits.objective == "blanks":
         roles = {name: tokenizer.role_id(name) for name in ("cls", "gmask", "eos", "sop")}
@@ -289,7 +289,7 @@ def find_ends(model: Model, tokenizer: Tokenizer, mark: str) -> list[int]:
     """
     traits = model.traits
     ids: list[int | None] = [*find_end_tokens(model.config, tokenizer)]
-    if traits.reads == "apart":
+    if traits.is_encoder_decoder:
         ids.append(tokenizer.token_to_id(traits.answer_sentinel.format(1) or " "))
     else:
         marks = tokenizer.encode(mark) if mark else []

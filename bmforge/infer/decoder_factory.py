@@ -40,13 +40,13 @@ def start_decoder(
         from bmforge.infer.image_decoder import ImageDecoder
 
         return ImageDecoder(model, mask, inputs or {}, adapter_names), input_ids  # type: ignore[arg-type]
-    if model.keeps_foreign_cache and model.traits.reads != "apart":
+    if model.keeps_foreign_cache and not model.traits.is_encoder_decoder:
         # Imported here because native models, the usual case, do not need transformers' decoder.
         from bmforge.infer.foreign_decoder import start_foreign
 
         length = input_ids.shape[1] + max_new_tokens
         return start_foreign(model, mask, length, adapter_names), input_ids
-    if model.traits.reads != "apart":
+    if not model.traits.is_encoder_decoder:
         length = input_ids.shape[1] + max_new_tokens
         return Decoder(model, mask, length, adapter_names), input_ids
     start = torch.full_like(input_ids[:, :1], _find_start_token(model.config))

@@ -98,11 +98,11 @@ def generate(
     with evaluating(model), torch.no_grad():
         length = config.max_new_tokens
         decoder, start = start_decoder(model, input_ids, mask, length, adapter_names, inputs)
-        padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
+        padding = _count_padding(start, None if model.traits.is_encoder_decoder else mask)
         with decoder.undisturbed() if on_token is None else nullcontext():
             words = _forbidden_words(input_ids, config)
             ids = run_decoder(decoder, start, padding, config, on_token, stop, words)
-    return ids if model.traits.reads == "apart" else ids[:, added:]
+    return ids if model.traits.is_encoder_decoder else ids[:, added:]
 
 
 def _known_rows(
@@ -182,7 +182,7 @@ def stream_tokens(
     mask = check_prompt(model, input_ids, attention_mask, config)
     with evaluating(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
-    padding = _count_padding(start, None if model.traits.reads == "apart" else mask)
+    padding = _count_padding(start, None if model.traits.is_encoder_decoder else mask)
     words = _forbidden_words(input_ids, config)
     steps = _choose_rows(decoder, start, padding, config, words=words)
     while True:
@@ -254,7 +254,7 @@ def complete_config(
     Raises:
         ConfigError: the model's head does not generate text, or an option has no effect.
     """
-    if not model.traits.writes:
+    if not model.traits.can_generate:
         raise ConfigError(
             f"a model with the head {model.config.head!r} does not generate text. Load it with "
             "head='language_model', or head='sequence_to_sequence' for an encoder-decoder."
@@ -313,7 +313,7 @@ def check_prompt(
             f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
             f"vocab_size={model.config.vocab_size}. Use ids of the model's own tokenizer."
         )
-    goes_on = model.traits.reads != "apart"
+    goes_on = not model.traits.is_encoder_decoder
     _check_length(model, input_ids.shape[1], config.max_new_tokens, goes_on)
     pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:

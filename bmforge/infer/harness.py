@@ -33,7 +33,7 @@ from bmforge.tokenizers.sentinels import decode_answer, encode_answers, fill_pro
 __all__ = ["ChatPrompt", "TextModel", "open_lm"]
 
 _LONGEST, _MAX_NEW_TOKENS = 2048, 256
-_SCORES = ("left", "apart")
+_SCORES = ("causal", "encoder-decoder")
 _DRAWN = ("temperature", "top_k", "top_p")
 
 
@@ -71,7 +71,7 @@ class TextModel:
         batch_size: int = 8,
         rows: World | None = None,
     ) -> None:
-        if model.traits.reads not in _SCORES or not model.traits.writes:
+        if model.traits.attention not in _SCORES or not model.traits.can_generate:
             raise ConfigError(
                 f"a {type(model).__name__} with the head {model.config.head!r} cannot score "
                 "texts (needed: a decoder or an encoder-decoder with a language-model head)."
@@ -81,7 +81,7 @@ class TextModel:
         self.max_length = max_length or min(model.config.max_seq_len, _LONGEST)
         self.batch_size = batch_size
         self._rows = rows or World(0, 1, next(model.parameters()).device)
-        self._is_apart = model.traits.reads == "apart"
+        self._is_apart = model.traits.is_encoder_decoder
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Return the log-likelihood of each continuation after its context."""

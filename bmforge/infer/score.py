@@ -43,7 +43,7 @@ __all__ = [
 
 _WIDTH_STEP = 64
 # Bidirectional models see the tokens to predict, so they cannot score a text.
-_SCORES = ("left", "apart")
+_SCORES = ("causal", "encoder-decoder")
 
 
 class Encoder(Protocol):
@@ -124,7 +124,7 @@ def score_texts(
 
 
 def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    if model.traits.reads not in _SCORES or not model.traits.writes:
+    if model.traits.attention not in _SCORES or not model.traits.can_generate:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot score texts "
             "(needed: a causal language model, or an encoder-decoder with a language-model "
@@ -228,7 +228,7 @@ def write_answers(
     the same number of steps; the caller drops the tokens after an EOS token.
     """
 
-    apart = model.traits.reads == "apart"
+    apart = model.traits.is_encoder_decoder
 
     def read(numbers: Sequence[int]) -> Tensor:
         ids, mask = _pad([prompts[n] for n in numbers], rows.device, width, left=not apart)
@@ -299,7 +299,7 @@ def _score(model: Any, pairs: Sequence[Pair], device: torch.device, width: int) 
     Shape:
         returns (B, 2); sequences are padded to at most `width` tokens
     """
-    read = _read_apart if model.traits.reads == "apart" else _read_rows
+    read = _read_apart if model.traits.is_encoder_decoder else _read_rows
     return read(model, pairs, device, width)
 
 

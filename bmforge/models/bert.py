@@ -59,7 +59,7 @@ class Bert(EncoderModel):
     """BERT with a masked-LM head, by default tied to the embedding."""
 
     config_class = BertConfig
-    family_traits = Traits("both", "masked tokens", "learned")
+    family_traits = Traits("bidirectional", "masked tokens", "learned")
     hf_prefix = "bert."
     # The next-sentence head, poolers that no head uses, and the bias that transformers ignores if
     # the decoder is not tied.

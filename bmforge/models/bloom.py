@@ -117,7 +117,7 @@ class Bloom(CausalLM):
     """BLOOM: ALiBi instead of position embeddings, and a norm after the token embedding."""
 
     config_class = BloomConfig
-    family_traits = Traits("left", "next token", "alibi")
+    family_traits = Traits("causal", "next token", "alibi")
     hf_prefix = "transformer."
 
     def __init__(self, config: BloomConfig) -> None:

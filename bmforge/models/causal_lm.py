@@ -104,7 +104,7 @@ class CausalLM(Model):
             layouts replace it. None excludes the load-balancing loss.
     """
 
-    family_traits = Traits("left", "next token", "rotary")
+    family_traits = Traits("causal", "next token", "rotary")
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)

@@ -85,7 +85,7 @@ class CPM1(CausalLM):
     """CPM-1 with a language-model head, tied to the embedding."""
 
     config_class = CPM1Config
-    family_traits = Traits("left", "next token", "learned", tokenizer="CPM1Tokenizer")
+    family_traits = Traits("causal", "next token", "learned", tokenizer="CPM1Tokenizer")
     scales_residuals = True
 
     def __init__(self, config: CPM1Config) -> None:

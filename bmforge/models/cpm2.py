@@ -87,7 +87,9 @@ class CPM2(Seq2Seq):
     """CPM-2 with a sequence-to-sequence head."""
 
     config_class = CPM2Config
-    family_traits = Traits("apart", "spans", "relative", sentinel="<s_{}>", ends_inside=True)
+    family_traits = Traits(
+        "encoder-decoder", "spans", "relative", sentinel="<s_{}>", ends_inside=True
+    )
 
     def __init__(self, config: CPM2Config) -> None:
         moe = None

@@ -36,7 +36,7 @@ class CPMAnt(CPMLive):
     """CPM-Ant with a language-model head."""
 
     config_class = CPMAntConfig
-    family_traits = Traits("blanks", "hidden tokens", "relative")
+    family_traits = Traits("prefix", "hidden tokens", "relative")
     hf_prefix = "cpmant."
 
     def __init__(self, config: CPMAntConfig) -> None:

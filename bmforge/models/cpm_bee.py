@@ -105,7 +105,7 @@ class CPMBee(CPMLive):
     """CPM-Bee with a language-model head."""
 
     config_class = CPMBeeConfig
-    family_traits = Traits("left", "documents", "relative", tokenizer="CPMBeeTokenizer")
+    family_traits = Traits("causal", "documents", "relative", tokenizer="CPMBeeTokenizer")
     fixed_width = "its hidden size must be even, because sub ids rotate pairs of features"
     hf_prefix = "cpmbee."
 

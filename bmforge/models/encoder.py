@@ -110,7 +110,7 @@ class EncoderModel(Model):
         spec: hyperparameters derived from the config.
     """
 
-    family_traits = Traits("both", "masked tokens", "learned")
+    family_traits = Traits("bidirectional", "masked tokens", "learned")
     tied_head = ("mlm_head.decoder.weight", "embed.weight")
 
     def __init__(self, config: EncoderConfig, spec: EncoderSpec) -> None:

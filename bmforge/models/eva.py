@@ -93,7 +93,7 @@ class EVA(Seq2Seq):
 
     config_class = EVAConfig
     family_traits = Traits(
-        "apart", "dialogues", "relative", sentinel="<s_{}>", tokenizer="EVATokenizer"
+        "encoder-decoder", "dialogues", "relative", sentinel="<s_{}>", tokenizer="EVATokenizer"
     )
 
     def __init__(self, config: EVAConfig) -> None:

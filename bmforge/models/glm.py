@@ -175,7 +175,7 @@ class GLM(CausalLM):
     """
 
     config_class = GLMConfig
-    family_traits = Traits("blanks", "blanks", "learned", tokenizer="GLMTokenizer")
+    family_traits = Traits("prefix", "blanks", "learned", tokenizer="GLMTokenizer")
     scales_residuals = True
     hf_prefix = "glm."
 

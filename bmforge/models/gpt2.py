@@ -133,7 +133,7 @@ class GPT2(CausalLM):
     """GPT-2 with a language-model head, by default tied to the embedding."""
 
     config_class = GPT2Config
-    family_traits = Traits("left", "next token", "learned")
+    family_traits = Traits("causal", "next token", "learned")
     scales_residuals = True
     hf_prefix = "transformer."
 

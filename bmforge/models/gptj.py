@@ -105,7 +105,7 @@ class GPTJ(CausalLM):
     """GPT-J: parallel attention and MLP after one norm, with interleaved rotary pairs."""
 
     config_class = GPTJConfig
-    family_traits = Traits("left", "next token", "rotary")
+    family_traits = Traits("causal", "next token", "rotary")
     scales_residuals = True
     hf_prefix = "transformer."
 

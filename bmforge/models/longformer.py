@@ -111,7 +111,7 @@ class Longformer(EncoderModel):
     """Longformer with a masked-LM head, by default tied to the embedding."""
 
     config_class = LongformerConfig
-    family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
+    family_traits = Traits("bidirectional", "masked tokens", "learned", marks_between=2)
     hf_prefix = "longformer."
     # Poolers that no head uses, and the bias that transformers ignores if the decoder is not tied.
     hf_unused = ("longformer.pooler.dense.*", "pooler.dense.*", "lm_head.bias")

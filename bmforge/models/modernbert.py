@@ -201,7 +201,7 @@ class ModernBert(EncoderModel):
     """ModernBERT with a masked-LM head, by default tied to the embedding."""
 
     config_class = ModernBertConfig
-    family_traits = Traits("both", "masked tokens", "rotary")
+    family_traits = Traits("bidirectional", "masked tokens", "rotary")
     hf_prefix = "model."
 
     def __init__(self, config: ModernBertConfig) -> None:

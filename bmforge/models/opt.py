@@ -132,7 +132,7 @@ class OPT(CausalLM):
     """OPT: learned positions that skip padding; the 350m model has post-norm blocks."""
 
     config_class = OPTConfig
-    family_traits = Traits("left", "next token", "learned")
+    family_traits = Traits("causal", "next token", "learned")
     hf_prefix = "model."
 
     def __init__(self, config: OPTConfig) -> None:

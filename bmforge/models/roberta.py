@@ -62,7 +62,7 @@ class Roberta(EncoderModel):
     """RoBERTa with a masked-LM head, by default tied to the embedding."""
 
     config_class = RobertaConfig
-    family_traits = Traits("both", "masked tokens", "learned", marks_between=2)
+    family_traits = Traits("bidirectional", "masked tokens", "learned", marks_between=2)
     hf_prefix = "roberta."
     # Poolers that no head uses, and the bias that transformers ignores if the decoder is not tied.
     hf_unused = ("roberta.pooler.dense.*", "pooler.dense.*", "lm_head.bias")

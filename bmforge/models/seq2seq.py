@@ -43,7 +43,7 @@ class Seq2Seq(Model):
         biases_prefix: True if prefix tokens have positions, and therefore relative position biases.
     """
 
-    family_traits = Traits("apart", "spans", "relative")
+    family_traits = Traits("encoder-decoder", "spans", "relative")
     encoder_heads: ClassVar[tuple[str, ...]] = ("token_classification", "encoder")
     biases_prefix: ClassVar[bool] = True
 

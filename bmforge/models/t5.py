@@ -251,7 +251,7 @@ class T5(Seq2Seq):
     """T5 with a sequence-to-sequence head."""
 
     config_class = T5Config
-    family_traits = Traits("apart", "spans", "relative", sentinel="<extra_id_{}>")
+    family_traits = Traits("encoder-decoder", "spans", "relative", sentinel="<extra_id_{}>")
 
     def __init__(self, config: T5Config) -> None:
         heads, dropout = config.num_heads, config.dropout

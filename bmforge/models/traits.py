@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["Objective", "Positions", "Reading", "Traits"]
+__all__ = ["AttentionPattern", "Objective", "Positions", "Traits"]
 
-Reading = Literal["left", "both", "apart", "blanks"]
+AttentionPattern = Literal["causal", "bidirectional", "encoder-decoder", "prefix"]
 Positions = Literal["learned", "rotary", "alibi", "relative"]
 Objective = Literal[
     "next token", "masked tokens", "spans", "blanks", "hidden tokens", "documents", "dialogues",
     "images",
 ]  # fmt: skip
 
-_WRITING_HEADS = ("language_model", "sequence_to_sequence")
+_GENERATION_HEADS = ("language_model", "sequence_to_sequence")
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class Traits:
     """Properties of a model or family.
 
     Args:
-        reads: attention pattern for plain text. "left": causal; "both": bidirectional; "apart":
-            encoder-decoder; "blanks": blank infilling (GLM), a bidirectional text and causal spans.
-            (CPM-Bee's documents define another pattern.)
+        attention: attention pattern for plain text. "prefix": a bidirectional prefix, and causal
+            spans that follow it, as in GLM. (CPM-Bee's documents define another pattern.)
         objective: pretraining objective.
         positions: "learned": a table of max_seq_len positions; "rotary" and "alibi" (bias by
             distance): no maximum, trained up to max_seq_len; "relative": bucketed distances.
@@ -40,13 +39,13 @@ class Traits:
         marks_between: number of EOS tokens between two texts in one sequence.
         tokenizer: name of the family's tokenizer class, if its texts need that class's special
             tokens.
-        writes: True if the model has a head that generates text.
-        own_writing_head: name of this head, if it is not the usual one of causal or
+        can_generate: True if the model has a head that generates text.
+        own_generation_head: name of this head, if it is not the usual one of causal or
             encoder-decoder models.
         position_limit: maximum input length in tokens; None for no limit.
     """
 
-    reads: Reading
+    attention: AttentionPattern
     objective: Objective
     positions: Positions
     has_images: bool = False
@@ -54,14 +53,19 @@ class Traits:
     ends_inside: bool = False
     marks_between: int = 1
     tokenizer: str = ""
-    writes: bool = False
-    own_writing_head: str = ""
+    can_generate: bool = False
+    own_generation_head: str = ""
     position_limit: int | None = None
 
     @property
-    def writing_head(self) -> str:
+    def is_encoder_decoder(self) -> bool:
+        """True if the input and the answer are separate sequences."""
+        return self.attention == "encoder-decoder"
+
+    @property
+    def generation_head(self) -> str:
         """Name of the head that generates text."""
-        return self.own_writing_head or _WRITING_HEADS[self.reads == "apart"]
+        return self.own_generation_head or _GENERATION_HEADS[self.is_encoder_decoder]
 
     @property
     def answer_sentinel(self) -> str:
@@ -69,9 +73,9 @@ class Traits:
         return "" if self.objective == "dialogues" else self.sentinel
 
     def of(self, config: Any) -> Traits:
-        """Return the traits of a config's model, including `writes` and `position_limit`."""
+        """Return the traits of a config's model, including `can_generate` and `position_limit`."""
         limit = config.max_seq_len if self.positions == "learned" else None
-        return replace(self, writes=config.head in _WRITING_HEADS, position_limit=limit)
+        return replace(self, can_generate=config.head in _GENERATION_HEADS, position_limit=limit)
 
     def row_limit(self, config: Any) -> int | None:
         """Return the maximum training length in tokens for a config; None for no limit."""

@@ -208,7 +208,7 @@ class ViT(Model):
     """ViT with a classifier on the class token, or with a pooler instead of a head."""
 
     config_class = ViTConfig
-    family_traits = Traits("both", "images", "learned", has_images=True)
+    family_traits = Traits("bidirectional", "images", "learned", has_images=True)
     hf_prefix = "vit."
     hf_unused = ("pooler.dense.*", "vit.pooler.dense.*")
 

@@ -123,9 +123,9 @@ def read_calibration(
 
 def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
     """Return token sequences as keyword arguments of a model, with labels if it generates text."""
-    if model.traits.reads == "apart":
+    if model.traits.is_encoder_decoder:
         return {"input_ids": rows, "labels": rows}
-    if model.traits.reads == "left" and model.traits.writes:
+    if model.traits.attention == "causal" and model.traits.can_generate:
         return {"input_ids": rows, "labels": rows}
     return {"input_ids": rows}
 

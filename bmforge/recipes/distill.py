@@ -63,7 +63,7 @@ def train_distill(config: Any) -> RunResult:
     Raises:
         BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
 
 
 def describe_teacher(config: Any) -> tuple[Path, Any]:

@@ -212,7 +212,7 @@ def _need_tokenizer(subject: _Subject) -> Tokenizer:
 
 
 def _need_next_tokens(model: Model) -> None:
-    if model.traits.reads != "left" or not model.traits.writes:
+    if model.traits.attention != "causal" or not model.traits.can_generate:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} does not predict "
             "next tokens, so its perplexity is not defined. Evaluate it on tasks."
@@ -285,7 +285,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., AskedTask]
-    if traits.reads == "both" and not traits.has_images and not task.asks_for_text:
+    if traits.attention == "bidirectional" and not traits.has_images and not task.asks_for_text:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
             raise ConfigError(
@@ -301,7 +301,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
                 "whose labels are matched by their names."
             )
         form = AskedClasses
-    elif traits.reads in ("left", "apart") and traits.writes:
+    elif traits.attention in ("causal", "encoder-decoder") and traits.can_generate:
         form = AskedTexts if task.asks_for_text else AskedOptions
     else:
         raise ConfigError(

@@ -54,7 +54,7 @@ SIDE_FILES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-_TASK_TYPES = {"left": "CAUSAL_LM", "apart": "SEQ_2_SEQ_LM"}
+_TASK_TYPES = {"causal": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM"}
 
 
 def export_run(
@@ -172,16 +172,16 @@ def _save_adapter(adapter: Delta, model: Any, config: Any, target: Path) -> None
     card = {"base": config.init_from, "command": f"run.toml of {config.run_dir.name}"}
     card |= {"data": ", ".join(data), "license": provenance.license}
     adapter.save(target, **{key: value for key, value in card.items() if value})
-    run_on_first(lambda: describe_base(target, config.init_from, model.traits.reads))
+    run_on_first(lambda: describe_base(target, config.init_from, model.traits.attention))
 
 
-def describe_base(adapter: Path, base: str | None, reads: str) -> None:
+def describe_base(adapter: Path, base: str | None, attention: str) -> None:
     """Write the base model's name to an adapter's config, where PEFT's AutoPeftModel reads it.
 
     Args:
         adapter: adapter directory.
         base: directory or hub id of the base model; a directory is written as absolute path.
-        reads: ``traits.reads`` of the base model, which determines the task type.
+        attention: ``traits.attention`` of the base model, which determines the task type.
     """
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -189,7 +189,7 @@ def describe_base(adapter: Path, base: str | None, reads: str) -> None:
         base_dir = Path(find_export(base))
         config["base_model_name_or_path"] = str(base_dir.resolve()) if base_dir.is_dir() else base
     if not str(config.get("peft_type", "")).startswith("BMFORGE"):
-        config["task_type"] = config.get("task_type") or _TASK_TYPES.get(reads)
+        config["task_type"] = config.get("task_type") or _TASK_TYPES.get(attention)
     replace_file(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -152,9 +152,9 @@ def tune_task(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     config, traits = with_classes(config), traits_of(config.model)
-    if traits.reads == "both":
+    if traits.attention == "bidirectional":
         return run_recipe(config, _open_classes, head="sequence_classification")
-    return run_recipe(config, partial(_open, AskedOptions), head=traits.writing_head)
+    return run_recipe(config, partial(_open, AskedOptions), head=traits.generation_head)
 
 
 def with_classes(config: Any) -> Any:
@@ -163,7 +163,7 @@ def with_classes(config: Any) -> Any:
     If the labels of user data are those of the initial model, they get the order of its outputs.
     """
     config.data.check()
-    if traits_of(config.model).reads != "both":
+    if traits_of(config.model).attention != "bidirectional":
         return config
     if config.data.labels and config.init_from is not None:
         names = label_names(read_config_file(find_model(config.init_from)))
@@ -187,7 +187,7 @@ def tune_squad(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     run = partial(_open, AskedTexts)
-    return run_recipe(config, run, head=traits_of(config.model).writing_head)
+    return run_recipe(config, run, head=traits_of(config.model).generation_head)
 
 
 def _open_classes(config: Any, rows: World) -> TrainingData:

@@ -137,7 +137,7 @@ def train_preferences(config: Any) -> RunResult:
     read_options(config)
     check_reference_copy(config, reference_kind(config) == "copy")
     check_prefix_sharing(config)
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
 
 
 def read_options(config: Any) -> MethodOptions:

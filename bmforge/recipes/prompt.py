@@ -176,7 +176,7 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
     data = config.data
     data.check()
     check_new_run(config.run_dir if data.seeds == 1 else config.run_dir / f"seed-{data.seed}")
-    head = traits_of(config.model).writing_head
+    head = traits_of(config.model).generation_head
     head = "masked_lm" if "masked_lm" in config.model.heads else head
     config = _with_rows(config)
     if data.seeds == 1:

@@ -127,12 +127,12 @@ class Recipe:
 
 def _writes(traits: Traits) -> bool:
     """Return True if a family with these traits can learn to generate text after a prompt."""
-    return traits.reads == "apart" or _continues(traits)
+    return traits.is_encoder_decoder or _continues(traits)
 
 
 def _continues(traits: Traits) -> bool:
     """Return True if a family with these traits is a decoder, which continues a text."""
-    return (traits.reads, traits.objective) == ("left", "next token")
+    return (traits.attention, traits.objective) == ("causal", "next token")
 
 
 def _goes_on(traits: Traits) -> bool:
@@ -146,7 +146,7 @@ def _is_batched(traits: Traits) -> bool:
 
 
 def _reads_texts(traits: Traits) -> bool:
-    return traits.reads == "both" and not traits.has_images
+    return traits.attention == "bidirectional" and not traits.has_images
 
 
 def _objective(name: str) -> Callable[[Traits], bool]:

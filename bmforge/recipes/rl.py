@@ -73,7 +73,7 @@ def train_rl(config: Any) -> RunResult:
         BmforgeError: a reward function cannot be loaded; also for the reasons given in
             `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:

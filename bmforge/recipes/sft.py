@@ -132,7 +132,7 @@ def train_sft(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
@@ -164,7 +164,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         untrained=untrained,
     )
     sources: list[ExampleSource]
-    if traits_of(config.model).reads == "apart":
+    if traits_of(config.model).is_encoder_decoder:
         sources = [_open_answers(config, tokenizer, template, render, part) for part in parts]
     elif processor is not None and any(map(_has_images, [*conversations, *held_out])):
         check_image_layout(config)

@@ -26,7 +26,7 @@ _READ, _WRITTEN, _ROUNDS = 256, 32, 5
 
 def check_speed(model: Model) -> None:
     """Raise `ConfigError` for a model that cannot generate."""
-    if not model.traits.writes:
+    if not model.traits.can_generate:
         raise ConfigError(
             f"speed=true measures prefill and generation, but a {type(model).__name__} does not "
             "generate text. Leave speed out."

@@ -114,7 +114,7 @@ class AskedOptions:
         self._pairs = _pairs(examples, wording, tokenizer, config)
         firsts = (right_options(e, wording.options(e))[0] for e in examples)
         right = [options[n] for n, options in zip(firsts, self._pairs, strict=True)]
-        self.source: Any = AnswerRows(right, config, traits_of(config.model).reads == "apart")
+        self.source: Any = AnswerRows(right, config, traits_of(config.model).is_encoder_decoder)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
         """Return the metrics of the most likely options; see `AskedTask`."""
@@ -154,7 +154,7 @@ class AskedTexts:
         self._task, self._examples, self._config = task, examples, config
         self._tokenizer, self._traits = tokenizer, traits_of(config.model)
         self._pairs = _ask(task, examples, tokenizer, config)
-        self.source: Any = AnswerRows(self._pairs, config, self._traits.reads == "apart")
+        self.source: Any = AnswerRows(self._pairs, config, self._traits.is_encoder_decoder)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
         """Return the metrics of greedily generated answers; see `AskedTask`."""
@@ -213,7 +213,7 @@ def _pairs(
     width, traits, pairs = config.data.seq_len, traits_of(config.model), []
     for example in examples:
         options, prompt = wording.options(example), wording.write_prompt(example)
-        if traits.reads == "apart":
+        if traits.is_encoder_decoder:
             read = fill_prompt(prompt, "", tokenizer, width, traits.sentinel)
             answers = encode_answers(options, tokenizer, traits.answer_sentinel)
             pairs.append([Pair(read, a) for a in answers])
@@ -235,7 +235,7 @@ def _ask(
     questions = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
     texts = [f"Context: {e.fields['context'].strip()}" for e in examples]
     right = [example.answers[0] for example in examples]
-    if traits.reads == "left":  # truncation removes the beginning, so the question comes last
+    if traits.attention == "causal":  # truncation removes the beginning, so the question comes last
         prompts = [f"{text} {question}" for text, question in zip(texts, questions, strict=True)]
         return [
             continue_prompt(prompt, [answer], tokenizer, width)[0]

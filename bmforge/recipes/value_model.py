@@ -111,7 +111,7 @@ def _read_start(start: str, policy: Any) -> Any:
             f"value.init_from={start!r} has no weights. Pass the directory or hub id of a reward "
             "model or language model, or leave it out to start from the policy."
         )
-    if traits_of(config).reads == "apart":
+    if traits_of(config).is_encoder_decoder:
         raise ConfigError(
             f"value.init_from={start!r} is a {initial.family.__name__}, which has no value at each "
             "token. Use a reward model or language model that is a decoder."

@@ -129,7 +129,7 @@ def _check(
             "allow_runtime_lora_updating cannot be used with unloading of idle models, which "
             "would lose the loaded adapters. Leave one of them out."
         )
-    if not engine.model.traits.writes:
+    if not engine.model.traits.can_generate:
         raise ConfigError(
             "allow_runtime_lora_updating needs a model that generates text. Use such a model, or "
             "leave the option out."

@@ -81,7 +81,7 @@ class Prompter:
                 get_logger().warning("requests with images are refused: %s", error)
         self.template: ChatTemplate | None = None
         traits = engine.model.traits
-        if traits.writes and traits.objective not in ("dialogues", "documents"):
+        if traits.can_generate and traits.objective not in ("dialogues", "documents"):
             source = None if directory is None else find_template(directory)
             chat = config.chat
             limits = TemplateLimits(chat.template_s, 2 * config.body.max_body_bytes)
@@ -105,7 +105,7 @@ class Prompter:
         """
         model, tokenizer = self._engine.model, self._engine.tokenizer
         images = self._read_images(body.messages)
-        if model.traits.writes and model.traits.objective == "dialogues":
+        if model.traits.can_generate and model.traits.objective == "dialogues":
             return self._write_dialogue(body.messages)
         if self.template is None:
             raise RequestError(
@@ -149,7 +149,7 @@ class Prompter:
             raise RequestError(str(error), "messages", code="invalid_value") from error
         mark = mark.strip() or mark
         is_token = len(tokenizer.encode(mark)) == 1 if mark else True
-        apart = model.traits.reads == "apart"
+        apart = model.traits.is_encoder_decoder
         # Like `decode_answer`: a decoder's padding is not part of the answer.
         padding = [tokenizer.pad_id] if apart and tokenizer.pad_id is not None else []
         ends = tuple(dict.fromkeys([*find_ends(model, tokenizer, mark), *padding]))

@@ -122,7 +122,7 @@ def longest_answer(
     Raises:
         RequestError: the prompt is too long, or the request exceeds the limit.
     """
-    apart = engine.model.traits.reads == "apart"  # prompt and answer are separate sequences
+    apart = engine.model.traits.is_encoder_decoder  # prompt and answer are separate sequences
     limit = row_tokens(engine)
     most_prompt = min(longest_prompt(engine, limits), limit if apart else limit - 1)
     if prompt_tokens > most_prompt:

@@ -65,9 +65,9 @@ class Served:
     def of(cls, name: str, engine: Any) -> Served:
         """Create a `Served` object for an engine's model, with all abilities of the model."""
         traits = engine.model.traits
-        if traits.objective == "documents" and traits.writes:
+        if traits.objective == "documents" and traits.can_generate:
             return cls(name, engine, ("documents",))
-        writes = ("chat", "completions") if traits.writes else ()
+        writes = ("chat", "completions") if traits.can_generate else ()
         encodes = () if traits.has_images else cls.encoding_abilities(engine)
         return cls(name, engine, (*writes, *encodes))
 

@@ -179,7 +179,7 @@ def _main(
     ids = torch.randint(1, model.config.vocab_size, (1, tokens - 4))
     if requests:
         _answer_requests(engine, tokens, requests)
-    elif model.traits.writes:
+    elif model.traits.can_generate:
         for _ in range(2):
             generate(model, ids, max_new_tokens=4, eos_token_id=())
     else:

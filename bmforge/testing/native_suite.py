@@ -33,7 +33,7 @@ class NativeSuite:
         With float activations the logits are equal up to rounding. With 8-bit activations a
         difference in the last bit can change a rounded value, so the tolerance is larger.
         """
-        if not wide.traits.writes:
+        if not wide.traits.can_generate:
             return
         used: Any = [None]
         if scheme:
@@ -63,7 +63,7 @@ def decode_both_ways(
     ids = make_batch(model, 2, length=7, seed=3)
     mask = torch.ones_like(ids) if masked else None
     if mask is not None:
-        mask[0, slice(-2, None) if model.traits.reads == "apart" else slice(0, 2)] = 0
+        mask[0, slice(-2, None) if model.traits.is_encoder_decoder else slice(0, 2)] = 0
     results, counts = [], []
     for is_native in (True, False):
         decoder, start = start_decoder(model, ids, mask, 8)

@@ -33,7 +33,7 @@ class ServingSuite(SuiteBase):
         """Concurrent requests of any length get the same answers or embeddings as alone."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
-            if tiny.traits.writes:
+            if tiny.traits.can_generate:
                 self.check_requests(engine)
             else:
                 self.check_calls(engine)
@@ -51,7 +51,7 @@ class ServingSuite(SuiteBase):
         choices = [None, "a", "b", ("a", "b")]
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
-            answer = self.answer_with if tiny.traits.writes else self.embed_with
+            answer = self.answer_with if tiny.traits.can_generate else self.embed_with
             answers = answer(engine, choices)
             for names, got in zip(choices, answers, strict=True):
                 use_deltas(tiny, names or ())

@@ -49,7 +49,7 @@ class SuiteBase:
 
     def write_text(self, model: Any) -> Tensor | None:
         """Return greedily generated ids; None for a family that does not generate."""
-        if not model.traits.writes:
+        if not model.traits.can_generate:
             return None
         return generate(model, make_batch(model, 2, length=6), max_new_tokens=5, do_sample=False)
 

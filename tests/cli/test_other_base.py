@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             generator = torch.Generator().manual_seed(number)
             parameter.data = torch.randn(parameter.shape, generator=generator) / 8
         delta.save(folder / name)
-        describe_base(folder / name, str(folder / "base"), model.traits.reads)
+        describe_base(folder / name, str(folder / "base"), model.traits.attention)
     return folder
 
 

@@ -57,7 +57,7 @@ def read(model: Model, ids: torch.Tensor) -> torch.Tensor:
         pixels = torch.randn(ids.shape[0], 3, 8, 8, generator=torch.Generator().manual_seed(0))
         pixels[:, :, -4:, -4:] = ids[:, -1, None, None, None].float()
         return model(pixels).last_hidden_state
-    if model.traits.reads == "apart":
+    if model.traits.attention == "encoder-decoder":
         encode: Any = model.encode
         return encode(ids).last_hidden_state
     return model(ids).last_hidden_state
@@ -67,9 +67,11 @@ def read(model: Model, ids: torch.Tensor) -> torch.Tensor:
 def test_the_direction_of_reading(name: str) -> None:
     """Whether the first token's state depends on the last token."""
     traits = FAMILIES[name].family_traits
-    if traits.reads == "blanks":
+    if traits.attention == "prefix":
         return  # what they read in both directions is said with every text; see below
-    heads = {"left": {}, "both": {}, "apart": {"head": "encoder"}}[traits.reads]
+    heads = {"causal": {}, "bidirectional": {}, "encoder-decoder": {"head": "encoder"}}[
+        traits.attention
+    ]
     if "encoder" not in FAMILIES[name].config_class.heads:
         heads = {}
     model = build(FAMILIES[name], **heads)
@@ -77,14 +79,14 @@ def test_the_direction_of_reading(name: str) -> None:
     ids[1, -1] = 40
     with torch.no_grad():
         first = read(model, ids)[:, 0]
-    assert torch.equal(first[0], first[1]) is (traits.reads == "left")
+    assert torch.equal(first[0], first[1]) is (traits.attention == "causal")
 
 
 def test_blanks_are_read_both_ways_and_written_from_the_left() -> None:
     model = GLM.from_config(
         GLMConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, max_seq_len=16)
     ).eval()
-    assert model.traits.reads == "blanks"
+    assert model.traits.attention == "prefix"
     ids = torch.arange(4, 12)[None].repeat(2, 1)
     for place, sees in ((3, True), (6, False)):  # part A has five tokens
         ids[1] = ids[0]
@@ -97,13 +99,13 @@ def test_blanks_are_read_both_ways_and_written_from_the_left() -> None:
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if not f.family_traits.has_images])
 def test_positions_end_where_they_are_learned(name: str) -> None:
     family = FAMILIES[name]
-    if family.family_traits.reads == "blanks":
+    if family.family_traits.attention == "prefix":
         return  # what counts there are positions that the caller may give
     model = build(family)
     limit = model.traits.position_limit
     assert (limit == SIZES["max_seq_len"]) is (family.family_traits.positions == "learned")
     ids = torch.full((1, SIZES["max_seq_len"] + 8), 5)
-    options = {"decoder_input_ids": ids} if model.traits.reads == "apart" else {}
+    options = {"decoder_input_ids": ids} if model.traits.attention == "encoder-decoder" else {}
     with torch.no_grad():
         if limit is None:
             assert model(ids, **options).logits.shape[1] == ids.shape[1]
@@ -114,7 +116,7 @@ def test_positions_end_where_they_are_learned(name: str) -> None:
 
 def test_what_a_head_decides() -> None:
     sizes = GPT2Config(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, max_seq_len=16)
-    assert GPT2.from_config(sizes).traits.writes
+    assert GPT2.from_config(sizes).traits.can_generate
     bare = GPT2.from_config(sizes.replace(head="sequence_classification"))
-    assert not bare.traits.writes
-    assert bare.traits.reads == "left"
+    assert not bare.traits.can_generate
+    assert bare.traits.attention == "causal"

@@ -107,7 +107,7 @@ def losses_of_answers(model: Any, pairs: Sequence[Any]) -> list[float]:
     with torch.no_grad():
         for prompt, answer in pairs:
             ids, labels = torch.tensor([prompt]), torch.tensor([answer])
-            if model.traits.reads == "apart":
+            if model.traits.attention == "encoder-decoder":
                 loss = model(input_ids=ids, labels=labels).loss
             else:
                 hidden = torch.full_like(ids, IGNORE_INDEX)

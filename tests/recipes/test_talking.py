@@ -87,7 +87,7 @@ def test_an_answer_is_what_is_written_after_the_template(name: str, letters: Pat
         said.append({"role": "user", "content": text})
         written = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         answer = chat.reply(text)
-        if model.traits.reads == "apart":
+        if model.traits.attention == "encoder-decoder":
             ids = fill_prompt(written, "", tokenizer, 500, model.traits.sentinel)
             end, skipped = tokenizer.token_to_id(model.traits.sentinel.format(1)), 1
         else:

@@ -162,7 +162,7 @@ def test_boolq_is_learned_by_its_name(
 def answer_alone(model: Any, words: Path, example: Any) -> int:
     tokenizer = AutoTokenizer.from_pretrained(words)
     wording = word_task(TASKS["BoolQ"], example)
-    if model.traits.reads == "both":
+    if model.traits.attention == "bidirectional":
         texts = [tokenizer.encode(text) for text in wording.write_segments(example)]
         begin, end = tokenizer.role_id("cls"), tokenizer.role_id("sep")
         ids = [begin, *texts[0], end, end, *texts[1], end]  # RoBERTa's form
@@ -171,7 +171,9 @@ def answer_alone(model: Any, words: Path, example: Any) -> int:
     prompt, end = wording.write_prompt(example), tokenizer.eos_id
     pairs = []
     for option in ("No", "Yes"):
-        if model.traits.reads == "apart":  # the tokenizer has none of CPM-2's sentinels
+        if (
+            model.traits.attention == "encoder-decoder"
+        ):  # the tokenizer has none of CPM-2's sentinels
             pairs.append(([*tokenizer.encode(prompt), end], [*tokenizer.encode(option), end]))
         else:
             pairs.append((tokenizer.encode(prompt), [*tokenizer.encode(option), end]))
@@ -200,7 +202,7 @@ def test_a_decoder_answers_questions(words: Path, tmp_path: Path) -> None:
     assert told["em"]["model"] == pytest.approx(exact / len(examples))
 
 
-LEFT = [n for n, f in FAMILIES.items() if f.family_traits.reads == "left"]
+LEFT = [n for n, f in FAMILIES.items() if f.family_traits.attention == "causal"]
 QUICK = ("OPT", "Qwen2Moe")
 
 

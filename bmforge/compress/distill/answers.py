@@ -111,7 +111,7 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
     """Check that a teacher's answers can be saved; return the size of its vocabulary."""
     size = int(getattr(getattr(teacher, "config", None), "vocab_size", 0))
     traits: Any = getattr(teacher, "traits", None)
-    if traits is not None and traits.reads == "apart":
+    if traits is not None and traits.is_encoder_decoder:
         raise ConfigError(
             f"predictions of a {type(teacher).__name__} cannot be stored (supported: decoders "
             "and masked language models, not encoder-decoders)."

@@ -69,7 +69,7 @@ def _predicts_in_place(model: nn.Module) -> bool:
     traits = getattr(model, "traits", None)
     if traits is None:
         return shifts_labels(model)
-    return traits.reads != "both"
+    return traits.attention != "bidirectional"
 
 
 def shifts_labels(model: nn.Module) -> bool:

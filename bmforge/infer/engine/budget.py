@@ -80,7 +80,7 @@ class EngineConfig:
         """Return the maximum sequence length for a model, in tokens."""
         limit = getattr(model, "position_limit", None)
         # An encoder-decoder with relative positions (T5) has no limit; config.json still names one.
-        is_decoder = getattr(getattr(model, "traits", None), "reads", "left") == "left"
+        is_decoder = getattr(getattr(model, "traits", None), "attention", "causal") == "causal"
         published = getattr(getattr(model, "config", None), "max_seq_len", None)
         published = published if is_decoder else None
         tokens = self.max_tokens or min(_LONGEST, limit or _LONGEST, published or _LONGEST)

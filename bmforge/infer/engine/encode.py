@@ -97,9 +97,9 @@ def pool(states: Tensor, pooling: Pooling) -> Tensor:
 def read_states(model: Any, rows: dict[str, Tensor]) -> Tensor:
     """Return the last hidden states of a batch, (B, T, D), without those of the soft prompt."""
     rows, added = _prepend_prompt(model, rows)
-    if model.traits.reads == "apart":
+    if model.traits.is_encoder_decoder:
         return model.encode(**rows).last_hidden_state[:, added:]
-    more = {"logits_to_keep": 1} if model.traits.writes else {}
+    more = {"logits_to_keep": 1} if model.traits.can_generate else {}
     return model(**rows, **more).last_hidden_state[:, added:]
 
 
@@ -245,10 +245,10 @@ def _check_ids(model: Any, ids: Tensor) -> None:
 
 def encode_text(model: Any, text: str, tokenizer: Any) -> list[int]:
     """Tokenize a text with the special tokens that the model family expects."""
-    if model.traits.reads == "both":
+    if model.traits.attention == "bidirectional":
         longest = len(text) + 8
         return encode_segments([text], tokenizer, longest, model.traits.marks_between)[0]
-    end = tokenizer.eos_id if model.traits.reads == "apart" else None
+    end = tokenizer.eos_id if model.traits.is_encoder_decoder else None
     return [*tokenizer.encode(text), *([] if end is None else [end])]
 
 

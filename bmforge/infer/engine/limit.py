@@ -116,7 +116,7 @@ def check_asked(model: nn.Module, what: str, writes: bool) -> None:
             f"{type(model).__name__}. Call engine.model directly, or use the library that defines "
             "the model."
         )
-    if writes and not model.traits.writes:
+    if writes and not model.traits.can_generate:
         raise ConfigError(
             f"{what} needs a model that generates text, but a {type(model).__name__} with the "
             f"head {model.config.head!r} does not. Load it with a language-model head."

@@ -61,9 +61,14 @@ def can_pack(model: Any) -> bool:
     Causal decoders that use bmforge's KV cache support it.
     """
     traits = model.traits
-    reads = traits.writes and (traits.reads, traits.objective) == ("left", "next token")
+    is_causal_lm = (traits.attention, traits.objective) == ("causal", "next token")
     is_native = not model.keeps_foreign_cache
-    return reads and is_native and traits.positions in ("learned", "rotary")
+    return (
+        is_causal_lm
+        and traits.can_generate
+        and is_native
+        and traits.positions in ("learned", "rotary")
+    )
 
 
 def shares_passes(model: Any) -> bool:

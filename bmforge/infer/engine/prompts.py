@@ -140,7 +140,7 @@ class PromptReader:
                 "text prompts need a tokenizer. Pass token ids, or create the engine with "
                 "Engine(model, tokenizer=...)."
             )
-        is_span = isinstance(tokenizer, CPM2Tokenizer) and model.traits.reads == "apart"
+        is_span = isinstance(tokenizer, CPM2Tokenizer) and model.traits.is_encoder_decoder
         has_form = is_span or model.traits.objective == "hidden tokens"
         ids = tuple(tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt))
         if not ids or not prompt:
@@ -224,8 +224,8 @@ class PromptReader:
             if request.thoughts is not None:
                 matcher = MatcherAfterReasoning(matcher, request.thoughts, size, ends)
         penalized_ids: Sequence[int] = ids
-        before = () if self._model.traits.reads == "apart" else ids
-        if self._model.traits.reads == "apart":
+        before = () if self._model.traits.is_encoder_decoder else ids
+        if self._model.traits.is_encoder_decoder:
             penalized_ids = (self._model.config.decoder_start_token_id,)
         return tuple(
             Answer(

@@ -30,7 +30,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
         ConfigError: there are no pairs, or the model cannot score a text.
         DataError: a prompt or a text has no tokens.
     """
-    if model.traits.reads not in ("left", "apart"):
+    if model.traits.attention not in ("causal", "encoder-decoder"):
         raise ConfigError(
             f"a {type(model).__name__} cannot score texts (needed: a causal language model, or "
             "an encoder-decoder with a language-model head)."
@@ -42,7 +42,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
     with evaluating(model), torch.no_grad(), leave_out_balance(model):
         for number, pair in enumerate(pairs):
             prompt, text = (tokenizer.encode(part) for part in pair)
-            if prompt and model.traits.reads == "apart":
+            if prompt and model.traits.is_encoder_decoder:
                 prompt = tokenizer.encode_prompt(pair[0])
             elif prompt:
                 prompt = [*tokenizer.prompt_prefix, *prompt]
@@ -58,7 +58,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
 def _inputs(
     model: Any, prompt: Sequence[int], text: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    if model.traits.reads == "apart":
+    if model.traits.is_encoder_decoder:
         source, target = (torch.tensor([ids], device=device) for ids in (prompt, text))
         return {"input_ids": source, "labels": target}
     ids = torch.tensor([[*prompt, *text]], device=device)

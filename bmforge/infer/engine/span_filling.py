@@ -81,7 +81,7 @@ def fill_blanks(
 
 def _sentinel(model: Any, tokenizer: Any, number: int) -> int | None:
     """Return the sentinel id of masked span `number`; None if the model has no such sentinel."""
-    if model.traits.reads != "apart" or not model.traits.sentinel:
+    if not model.traits.is_encoder_decoder or not model.traits.sentinel:
         return None
     id: int | None = tokenizer.token_to_id(model.traits.sentinel.format(number))
     return id

@@ -56,7 +56,7 @@ def stream_text(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Iter
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
     marks = [*config.eos_tokens, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
-    before = [] if model.traits.reads == "apart" else ids
+    before = [] if model.traits.is_encoder_decoder else ids
     text = TextStream(tokenizer, config.stop_strings, marks, before)
     rows = torch.tensor([ids], device=next(model.parameters()).device)
     for token in stream_tokens(model, rows, config.replace(stop_strings=())):

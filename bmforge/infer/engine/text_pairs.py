@@ -22,7 +22,7 @@ PairRow: TypeAlias = tuple[list[int], list[int]]  # token ids and segment ids
 def rates_pairs(model: Any) -> bool:
     """Return True if a model is a cross-encoder (reranker), which scores a pair of texts."""
     config, traits = model.config, model.traits
-    is_encoder = traits.reads == "both" and not traits.has_images
+    is_encoder = traits.attention == "bidirectional" and not traits.has_images
     return is_encoder and config.head == "sequence_classification" and config.num_labels == 1
 
 

@@ -68,7 +68,7 @@ def find_workspace(
     cache = max(need.cache_bytes for need in runs)
     step = max(need.cache_bytes + need.step_bytes for need in runs) - cache
     score_bytes = max(rows * _BYTES_PER_SCORE, (chunk_tokens or 0) * _BYTES_PER_PROMPT_SCORE)
-    scores = described.config.vocab_size * score_bytes * described.traits.writes
+    scores = described.config.vocab_size * score_bytes * described.traits.can_generate
     return Workspace(cache * rows // call_rows, max(step, scores))
 
 
@@ -93,13 +93,13 @@ def largest_runs(model: Model) -> list[_Run]:
     """
     if model.traits.has_images:
         return [_look]
-    runs: list[_Run] = [_generate, _score] if model.traits.writes else [_read]
+    runs: list[_Run] = [_generate, _score] if model.traits.can_generate else [_read]
     return runs
 
 
 def _generate(model: Any, ids: Tensor) -> int:
     """Run a prompt and one new token or, with an encoder, a source and target of equal length."""
-    new_tokens = ids.shape[1] - 1 if model.traits.reads == "apart" else 1
+    new_tokens = ids.shape[1] - 1 if model.traits.is_encoder_decoder else 1
     decoder, start = start_decoder(model, ids[:, :-1], None, new_tokens)
     decoder.run(start)
     decoder.run(start[:, -1:])

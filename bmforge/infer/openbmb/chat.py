@@ -118,7 +118,7 @@ class Chat:
     def __init__(
         self, model: Seq2Seq, tokenizer: EVATokenizer, config: ChatConfig | None = None
     ) -> None:
-        if model.traits.reads != "apart" or not isinstance(tokenizer, EVATokenizer):
+        if not model.traits.is_encoder_decoder or not isinstance(tokenizer, EVATokenizer):
             raise ConfigError(
                 f"a {type(model).__name__} with a {type(tokenizer).__name__} does not support "
                 "this chat (needed: an EVA model with its tokenizer)."

@@ -75,7 +75,7 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
     traits = model.traits
     if traits.objective == "documents":
         return [answer_document(model, tokenizer, prompt, options)]
-    is_span = isinstance(tokenizer, CPM2Tokenizer) and traits.reads == "apart"
+    is_span = isinstance(tokenizer, CPM2Tokenizer) and traits.is_encoder_decoder
     has_form = is_span or traits.objective == "hidden tokens"
     ids = tokenizer.encode(prompt) if has_form else tokenizer.encode_prompt(prompt)
     if not ids or not prompt:
@@ -93,7 +93,7 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
     if is_span:
         return [_write_span(model, tokenizer, ids, options)]
     config = GenerationConfig(**options)
-    shown = "" if traits.reads == "apart" else _show(tokenizer, ids)
+    shown = "" if traits.is_encoder_decoder else _show(tokenizer, ids)
     return [shown + text for text in continue_ids(model, tokenizer, ids, config)]
 
 
@@ -127,7 +127,7 @@ def continue_ids(
         )
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))
-    is_apart = model.traits.reads == "apart"
+    is_apart = model.traits.is_encoder_decoder
     marks = [*config.eos_tokens, *find_hidden_tokens(tokenizer)]
     before = () if is_apart else ids
     reader = _RowTexts(tokenizer, stops, marks, before, config.eos_tokens, on_text)

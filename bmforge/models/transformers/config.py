@@ -16,7 +16,7 @@ from bmforge.models.changes import (
 )
 from bmforge.models.config import ModelConfig, without_changes
 from bmforge.models.heads import Head
-from bmforge.models.traits import Traits
+from bmforge.models.traits import AttentionPattern, Objective, Traits
 from bmforge.models.transformers.library import (
     AUTO_CLASSES,
     config_from_json,
@@ -44,9 +44,9 @@ _NAMES = {
         "max_seq_len", "max_target_positions",
     ),
 }  # fmt: skip
-_HEADS_THAT_READ_APART = ("sequence_to_sequence", "speech_to_text")
+_ENCODER_DECODER_HEADS = ("sequence_to_sequence", "speech_to_text")
 _IMAGE_HEAD = "image_text_to_text"
-_HEADS_THAT_WRITE = ("language_model", "sequence_to_sequence", _IMAGE_HEAD)
+_GENERATION_HEADS = ("language_model", "sequence_to_sequence", _IMAGE_HEAD)
 # Layers of these kinds have a state of constant size, or none, instead of a KV cache.
 _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "ssm", "moe", "mlp")
 
@@ -57,18 +57,20 @@ class TransformersTraits(Traits):
 
     def of(self, config: Any) -> Traits:
         """Return the `Traits` of the model that `config` describes."""
-        apart = config.head in _HEADS_THAT_READ_APART
-        left = config.head in ("language_model", _IMAGE_HEAD)
-        reads: Any = "apart" if apart else "left" if left else "both"
-        objective: Any = "spans" if apart else "next token" if left else "masked tokens"
+        attention: AttentionPattern = "bidirectional"
+        objective: Objective = "masked tokens"
+        if config.head in _ENCODER_DECODER_HEADS:
+            attention, objective = "encoder-decoder", "spans"
+        elif config.head in ("language_model", _IMAGE_HEAD):
+            attention, objective = "causal", "next token"
         return replace(
             self,
-            reads=reads,
+            attention=attention,
             objective=objective,
             positions="learned" if config.learned_positions else "rotary",
             has_images=config.head == "image_classification",
-            writes=config.head in _HEADS_THAT_WRITE,
-            own_writing_head=_IMAGE_HEAD if config.head == _IMAGE_HEAD else "",
+            can_generate=config.head in _GENERATION_HEADS,
+            own_generation_head=_IMAGE_HEAD if config.head == _IMAGE_HEAD else "",
             position_limit=config.max_seq_len if config.learned_positions else None,
         )
 

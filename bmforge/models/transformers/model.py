@@ -65,7 +65,7 @@ class TransformersModel(Model):
     """
 
     config_class = TransformersConfig
-    family_traits = TransformersTraits("left", "next token", "rotary")
+    family_traits = TransformersTraits("causal", "next token", "rotary")
     traces_memory = False
     keeps_foreign_cache = True
 

@@ -186,7 +186,7 @@ def options_of(
 def _prefix_options(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a prefix; PEFT's encoder-decoders have prefixes only in the decoder."""
     is_apart = config.get("num_transformer_submodules") == 2
-    if is_apart != (getattr(getattr(model, "traits", None), "reads", "") == "apart"):
+    if is_apart != (getattr(getattr(model, "traits", None), "is_encoder_decoder", False)):
         raise ConfigError(
             f"num_transformer_submodules={config.get('num_transformer_submodules')} does not match "
             f"a {type(model).__name__} (expected: 2 for an encoder-decoder, otherwise 1). Load the "
@@ -299,7 +299,7 @@ def _read_prompt(delta: AttachedDelta, rows: Tensor) -> dict[str, Tensor]:
         owner, slot, part = delta.held[0]
         return {f"{owner}.{slot}.weight": rows[: part.weight.shape[0]]}
     heads, length, width = delta.held[0].part.key.shape
-    if delta.model.traits.reads == "apart":  # type: ignore[union-attr]
+    if delta.model.traits.is_encoder_decoder:  # type: ignore[union-attr]
         rows = _repeated_layers(rows, len(delta.held))
     if tuple(rows.shape) != (length, 2 * len(delta.held) * heads * width):
         raise CheckpointError(

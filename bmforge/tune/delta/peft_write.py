@@ -37,7 +37,7 @@ def can_write(delta: AttachedDelta) -> bool:
         is_prefix = delta.peft_type == "PREFIX_TUNING"
         return hasattr(model, "traits") and (
             not is_prefix
-            or (bool(delta.options.get("shift_positions")) and model.traits.reads != "apart")  # type: ignore[union-attr]
+            or (bool(delta.options.get("shift_positions")) and not model.traits.is_encoder_decoder)  # type: ignore[union-attr]
         )
     parts = layer_parts(delta)
     if any(part.owner not in names.theirs or hasattr(part.part, "keys") for part in parts):
@@ -251,7 +251,7 @@ def _columns(heads: Tensor) -> Tensor:
 def _prompt_rows(delta: AttachedDelta) -> Tensor:
     rows = delta.held[0].part.weight.detach()
     traits = getattr(delta.model, "traits", None)
-    return torch.cat((rows, rows)) if getattr(traits, "reads", "") == "apart" else rows
+    return torch.cat((rows, rows)) if getattr(traits, "is_encoder_decoder", False) else rows
 
 
 def _join_gain(
@@ -378,7 +378,7 @@ def _prompt_config(delta: AttachedDelta) -> dict[str, Any]:
     if delta.kind == "prompt":
         config["token_dim"] = part.weight.shape[1]
         traits = getattr(delta.model, "traits", None)
-        config["num_transformer_submodules"] = 2 if getattr(traits, "reads", "") == "apart" else 1
+        config["num_transformer_submodules"] = 1 + getattr(traits, "is_encoder_decoder", False)
         return config
     heads, _, width = type(part).forward(part)[0].shape
     config |= {"num_attention_heads": heads, "token_dim": heads * width}

@@ -183,7 +183,7 @@ _PUT_TWICE = (
 
 def _is_apart(model: Any) -> bool:
     """Return True if the model is an encoder-decoder, with separate source and target sequences."""
-    return bool(model.traits.reads == "apart")
+    return bool(model.traits.is_encoder_decoder)
 
 
 def put_rows_before(

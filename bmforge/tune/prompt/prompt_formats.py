@@ -68,15 +68,15 @@ ASKINGS = {
         Asking("documents", "a numbered blank, filled under <ans>", "document"),
     )
 }
-# Traits of a model family (inputs, training objective) -> prompt format.
+# Traits of a model family (attention pattern, training objective) -> prompt format.
 _BY_TRAITS = {
-    ("both", "masked tokens"): "masked",
-    ("left", "next token"): "causal",
-    ("apart", "spans"): "spans",
-    ("apart", "dialogues"): "dialogues",
-    ("blanks", "blanks"): "blanks",
-    ("blanks", "hidden tokens"): "segments",
-    ("left", "documents"): "documents",
+    ("bidirectional", "masked tokens"): "masked",
+    ("causal", "next token"): "causal",
+    ("encoder-decoder", "spans"): "spans",
+    ("encoder-decoder", "dialogues"): "dialogues",
+    ("prefix", "blanks"): "blanks",
+    ("prefix", "hidden tokens"): "segments",
+    ("causal", "documents"): "documents",
 }
 
 
@@ -89,7 +89,7 @@ def find_asking(model: Any) -> Asking:
     traits = getattr(model, "traits", None)
     if traits is None:
         return _ask_other(model)
-    kind = _BY_TRAITS.get((traits.reads, traits.objective))
+    kind = _BY_TRAITS.get((traits.attention, traits.objective))
     if kind is None or traits.has_images:
         raise ConfigError(
             f"{type(model).__name__} ({traits.objective}) cannot be used with a "

@@ -57,13 +57,13 @@ def test_it_is_what_a_step_takes(kind: str, rows: int, tokens: int) -> None:
     ids = torch.randint(1, 500, (rows, tokens))
 
     def write(one: Any) -> None:
-        new = tokens - 1 if one.traits.reads == "apart" else 1
+        new = tokens - 1 if one.traits.attention == "encoder-decoder" else 1
         decoder, start = start_decoder(one, ids[:, :-1], None, new)
         decoder.run(start)
         decoder.run(start[:, -1:])
 
     runs: list[Callable[[Any], Any]] = [lambda one: one(input_ids=ids)]
-    if model.traits.writes:
+    if model.traits.can_generate:
         runs = [write, lambda one: one(input_ids=ids, labels=ids)]
     real = max(follow(model, run) for run in runs)
     found = find_workspace(model, rows, tokens)

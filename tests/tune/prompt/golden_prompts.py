@@ -22,9 +22,9 @@ _ROLES = {
     "t5": {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "extra_ids": 100},
 }
 _TRAITS = {
-    "bert": ("both", "masked tokens", ""),
-    "gpt2": ("left", "next token", ""),
-    "t5": ("apart", "spans", "<extra_id_{}>"),
+    "bert": ("bidirectional", "masked tokens", ""),
+    "gpt2": ("causal", "next token", ""),
+    "t5": ("encoder-decoder", "spans", "<extra_id_{}>"),
 }
 
 
@@ -48,10 +48,10 @@ def open_golden(name: str, folder: Path) -> Any:
 @cache
 def stand_in(name: str, rows: int) -> Any:
     """Traits and a token table, which is all that a template asks of a model."""
-    reads, objective, sentinel = _TRAITS[name]
+    attention, objective, sentinel = _TRAITS[name]
     traits = SimpleNamespace(
-        reads=reads, objective=objective, has_images=False,
-        sentinel=sentinel, answer_sentinel=sentinel,
+        attention=attention, is_encoder_decoder=name == "t5", objective=objective,
+        has_images=False, sentinel=sentinel, answer_sentinel=sentinel,
     )  # fmt: skip
     return SimpleNamespace(traits=traits, config=SimpleNamespace(), rows=rows)
 

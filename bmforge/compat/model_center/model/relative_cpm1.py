@@ -63,7 +63,7 @@ class RelativeCPM1(CausalLM):
     """ModelCenter's variant of CPM-1, with an untied language-model head."""
 
     config_class = RelativeCPM1Config
-    family_traits = Traits("left", "next token", "relative")
+    family_traits = Traits("causal", "next token", "relative")
 
     def __init__(self, config: RelativeCPM1Config) -> None:
         attn = AttentionSpec(
