@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from functools import partial
@@ -381,6 +382,58 @@ def test_parquet_and_folders(name: str, tmp_path: Path) -> None:
     (tmp_path / "sub" / "b.json").write_text(json.dumps([record]))
     (tmp_path / "notes.txt").write_text("not read")
     assert [describe(c) for c in read_conversations(tmp_path)] == [want] * 3
+
+
+@pytest.mark.parametrize(("suffix", "delimiter"), [(".csv", ","), (".csv", ";"), (".tsv", "\t")])
+def test_tables_of_conversations(suffix: str, delimiter: str, tmp_path: Path) -> None:
+    """Python's writer quotes; columns are those of records, and a list of messages is JSON."""
+    long = 'a, b; c\td "quoted"\n' * 20_000  # more than csv's usual limit
+    answers = [{"role": "user", "content": "q"}, {"role": "assistant", "content": long}]
+    for name, rows in {
+        "pairs": [("prompt", "completion"), ("q", long)],
+        "chats": [("messages",), (json.dumps(answers),)],
+    }.items():
+        with (tmp_path / f"{name}{suffix}").open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter=delimiter).writerows(rows)
+        (read,) = read_conversations(tmp_path / f"{name}{suffix}")
+        assert read.messages == answers
+    for text, problem in {
+        "prompt,completion\na\n": "has 1 values, but the header has 2",
+        "a,a\n1,2\n": "distinct column names",
+        'prompt,completion\n"a"b,c\n': "not a valid table row",
+    }.items():
+        (tmp_path / "bad.csv").write_text(text)
+        with pytest.raises(DataError, match=problem):
+            read_conversations(tmp_path / "bad.csv")
+
+
+def test_folders_saved_by_datasets(tmp_path: Path) -> None:
+    """The files that state.json lists, but no cache; several splits are not joined."""
+    pyarrow = pytest.importorskip("pyarrow")
+    record, want = RECORDS[next(iter(RECORDS))]
+    table = pyarrow.Table.from_pylist([record, record])
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        folder.mkdir()
+        for name in ("data-00000-of-00001.arrow", "cache-1.arrow"):
+            with (
+                pyarrow.OSFile(str(folder / name), "wb") as file,
+                pyarrow.ipc.new_stream(file, table.schema) as writer,
+            ):
+                writer.write_table(table)
+        (folder / "dataset_info.json").write_text("{}")
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        (folder / "state.json").write_text(json.dumps(state))
+    assert [describe(c) for c in read_conversations(tmp_path / "train")] == [want] * 2
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"has the splits train, test. Pass one of them"):
+        read_conversations(tmp_path)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert len(read_conversations(tmp_path)) == 2
+    state = {**state, "_indices_data_files": [{"filename": "indices.arrow"}]}
+    (tmp_path / "test" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match="flatten_indices"):
+        read_conversations(tmp_path)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

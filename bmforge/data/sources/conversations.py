@@ -1,4 +1,4 @@
-"""Reads conversations from .jsonl, .json and .parquet files, in all published formats.
+"""Reads conversations from JSON files and tables, in all published formats.
 
 `read_conversations` is the entry point; `conversation_forms.py` converts one record to messages.
 Text files may be in any encoding that `bmforge prepare` detects, and compressed (.gz, .zst, ...).
@@ -17,14 +17,21 @@ from bmforge.data.sources.conversation_forms import find_messages, read_tools
 from bmforge.data.sources.conversation_images import IMAGE_FIELDS, find_images
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.packed import PACKED, open_unpacked
-from bmforge.errors import DataError, MissingDependencyError
+from bmforge.data.sources.record_tables import (
+    ARROW_SUFFIXES,
+    CSV_SUFFIXES,
+    find_saved_dataset,
+    read_arrow_rows,
+    read_csv_rows,
+)
+from bmforge.errors import DataError
 from bmforge.files import refuse_pipe
 from bmforge.tokenizers.chat_messages import Message
 
 __all__ = ["ChatExample", "find_conversation_files", "read_conversations", "read_records"]
 
-_TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_PARQUET = ".parquet"
+_TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson", *CSV_SUFFIXES)
+_NEEDED = ".jsonl, .json, .csv, .tsv, .parquet or .arrow"
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,14 @@ def read_conversations(path: str | os.PathLike[str], images: bool = False) -> li
     """Read every conversation from a file, or from all files of a folder.
 
     Args:
-        path: a file with one JSON object per line, with a JSON list of objects, or a Parquet table;
-            or a folder of such files.
+        path: a file with one JSON object per line, with a JSON list of objects, or a table
+            (.csv, .tsv, .parquet, .arrow); or a folder of such files, or one that `datasets` saved.
         images: whether messages may have images: data URIs, or files relative to the data file.
 
     Raises:
         DataError: the path does not exist, a file cannot be decoded, or an entry is not a
             conversation with an answer of the assistant, or has an image without a file.
-        MissingDependencyError: a Parquet file is read, and pyarrow is not installed.
+        MissingDependencyError: a .parquet or .arrow file is read, and pyarrow is not installed.
     """
     return [
         _read_record(location, record, file.parent if images else None)
@@ -68,7 +75,8 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
     """List the conversation files at a path: the file itself, or all such files of a folder.
 
     Raises:
-        DataError: the path does not exist or is a pipe, or the folder contains no such file.
+        DataError: the path does not exist or is a pipe, or the folder contains no such file, or
+            several splits.
     """
     folder = Path(path)
     refuse_pipe(folder)
@@ -76,15 +84,16 @@ def find_conversation_files(path: str | os.PathLike[str]) -> list[Path]:
         return [folder]
     if not folder.exists():
         raise DataError(f"the file {str(path)!r} does not exist. Check the path.")
-    files = [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and _suffix_of(file) in (*_TEXT_SUFFIXES, _PARQUET)
-    ]
+    files = find_saved_dataset(folder)
+    if files is None:
+        files = [
+            file
+            for file in sorted(folder.rglob("*"))
+            if file.is_file() and _suffix_of(file) in (*_TEXT_SUFFIXES, *ARROW_SUFFIXES)
+        ]
     if not files:
         raise DataError(
-            f"the folder {str(path)!r} contains no conversation file (needed: .jsonl, .json or "
-            ".parquet files)."
+            f"the folder {str(path)!r} contains no conversation file (needed: {_NEEDED} files)."
         )
     return files
 
@@ -115,8 +124,9 @@ def _read_record(location: str, record: Any, folder: Path | None) -> ChatExample
 
 def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the location and the parsed value of every entry in a file."""
-    if _suffix_of(file) == _PARQUET:
-        yield from _read_parquet(file)
+    suffix = _suffix_of(file)
+    if suffix in ARROW_SUFFIXES:
+        yield from read_arrow_rows(file)
         return
     try:
         with open_unpacked(file) as stream:
@@ -129,11 +139,12 @@ def read_records(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         text = decode(raw, f"file {str(file)!r}", errors="strict").text
     except DataError as error:
-        if _suffix_of(file) in _TEXT_SUFFIXES:
+        if suffix in _TEXT_SUFFIXES:
             raise
-        raise DataError(
-            f"{str(file)!r} is not a file of records (.jsonl, .json or .parquet): {error}"
-        ) from error
+        raise DataError(f"{str(file)!r} is not a file of records ({_NEEDED}): {error}") from error
+    if suffix in CSV_SUFFIXES:
+        yield from read_csv_rows(text, file, suffix)
+        return
     if text.lstrip().startswith("["):
         for number, record in enumerate(_parse(text, repr(str(file))), 1):
             yield f"{str(file)!r}, entry {number}", record
@@ -152,28 +163,3 @@ def _parse(text: str, location: str) -> Any:
             f"{location} is not JSON ({error}). The file must contain one object per "
             "line, or one list of objects."
         ) from error
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a Parquet file as dictionaries."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingDependencyError("pyarrow", "data", f"reading {str(file)!r}") from error
-    try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"file {str(file)!r} cannot be read as Parquet ({error}). Check whether it was copied "
-            "completely."
-        ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{str(file)!r}, row {number}", _without_nulls(row)
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove null fields, which Arrow adds to structs so that all rows have the same fields."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

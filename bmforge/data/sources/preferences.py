@@ -64,7 +64,7 @@ def read_preferences(path: str | os.PathLike[str]) -> list[PreferenceExample]:
     """Read every preference example from a file, or from all files of a folder.
 
     Args:
-        path: a .jsonl, .json or .parquet file, or a folder of such files.
+        path: a JSON file or a table (see `read_conversations`), or a folder of such files.
 
     Raises:
         DataError: the path does not exist, a file cannot be decoded, or a record is not a

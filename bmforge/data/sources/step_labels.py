@@ -47,7 +47,7 @@ def read_step_labels(path: str | os.PathLike[str]) -> list[StepExample]:
     """Read every answer with labeled steps from a file, or from all files of a folder.
 
     Args:
-        path: a .jsonl, .json or .parquet file, or a folder of such files.
+        path: a JSON file or a table (see `read_conversations`), or a folder of such files.
 
     Raises:
         DataError: the path does not exist, or a record has no steps, or not one label per step.

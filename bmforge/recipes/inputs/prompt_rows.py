@@ -33,7 +33,7 @@ class PromptConfig(ExampleConfig):
     """Prompt options of a run that generates its own answers.
 
     Args:
-        paths: .jsonl, .json or .parquet files, or folders of them; every record has a ``prompt`` (a
+        paths: JSON files or tables, or folders of them; every record has a ``prompt`` (a
             string or a list of messages); all other fields are passed to the reward functions.
         validation: not supported; evaluate the exported model with `bmforge evaluate`.
         tokenizer: directory of the tokenizer (if None: that of `init_from`).
