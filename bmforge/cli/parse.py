@@ -330,7 +330,8 @@ def take_option(arguments: list[str], name: str) -> str | None:
         if option != name:
             index += 1
             continue
-        if not equals and index + 1 == len(arguments):
+        following = "".join(arguments[index + 1 : index + 2])
+        if not equals and (not following or following.startswith("--")):
             raise ConfigError(f"{name} needs a value.")
         values.append(value if equals else arguments[index + 1])
         del arguments[index : index + (1 if equals else 2)]

@@ -44,7 +44,7 @@ _SWITCHES = {
     "--layout auto": "let the planner choose the parallel layout",
     "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
     "--print-config": "print the whole config as TOML and exit",
-    "--dry-run --world N": "print the estimated memory use of each of N processes, and exit",
+    "--dry-run --world N": "print the layout and memory for N processes, check the data, and exit",
     "--profile": "profile steps 4 to 6 and write the traces to RUN_DIR/profile",
 }
 _ROLLOUT_TASKS = ("rl", "distill")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bmforge.cli import parse
-from bmforge.cli.dry_run import launched_processes, parse_world, show_dry_run
+from bmforge.cli.dry_run import check_data, launched_processes, parse_world, show_dry_run
 from bmforge.cli.parse import take_option, take_switch
 from bmforge.cli.train_help import describe_fields
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
@@ -63,7 +63,9 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     if shows:
         print(dump_toml(config), end="")
     elif tries:
-        print(show_dry_run(config, parse_world(world)))
+        size = parse_world(world)
+        print(show_dry_run(config, size))
+        check_data(recipe, config, size)
     elif world is not None:
         raise ConfigError(
             f"--world {world} has no effect without --dry-run. Leave it out, and start several "

@@ -48,6 +48,7 @@ __all__ = [
     "ReferenceKind",
     "encode_files",
     "open_template",
+    "read_pairs",
     "reference_kind",
     "train_preferences",
 ]
@@ -80,7 +81,7 @@ class PreferencesConfig(RunConfig):
     """Config of preference optimization; the other fields are those of `RunConfig`.
 
     Args:
-        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
+        data: `paths` are JSON files or tables, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages) or, for kto, `prompt`, `completion` and
             `label`.
         template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
@@ -221,8 +222,14 @@ def encode_files(
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
-    data, options, kind = config.data, read_options(config), reference_kind(config)
+def read_pairs(config: Any, rows: World | None = None) -> tuple[Any, Any, Any]:
+    """Read and encode the examples of a run.
+
+    Returns:
+        training examples, validation examples (or None), and a function that saves the tokenizer
+    """
+    data = config.data
+    read_options(config)
     data.check()
     refuse_split(data.split)
     check_length(config)
@@ -236,6 +243,12 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     assert learned is not None  # data.check() raises an error for a run without paths
     for each in filter(None, (learned, held_out)):
         check_shared_width(config, each.width)
+    return learned, held_out, save
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    data, options, kind = config.data, read_options(config), reference_kind(config)
+    learned, held_out, save = read_pairs(config)
     reference = None if kind is None else _open_reference(config, kind, rows)
     objective: Any = (
         UnpairedObjective(options, reference)

@@ -30,7 +30,7 @@ from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import change_model, check_length
 from bmforge.train import OptimConfig, TrainConfig
 
-__all__ = ["RewardConfig", "train_reward", "with_reward_head"]
+__all__ = ["RewardConfig", "open_reward_data", "train_reward", "with_reward_head"]
 
 _HEAD = "sequence_classification"
 
@@ -40,7 +40,7 @@ class RewardConfig(RunConfig):
     """Config for training a reward model; the other fields are those of `RunConfig`.
 
     Args:
-        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with `prompt`,
+        data: `paths` are JSON files or tables, or folders of them, with `prompt`,
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
         template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
             or the default one). The template is exported with the model.
@@ -77,11 +77,8 @@ def train_reward(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     _check(config)
-    is_process = config.supervision == "process"
-    open_data = _open_steps if is_process else _open_pairs
-    return run_recipe(
-        with_reward_head(config), open_data, head=PROCESS_HEAD if is_process else _HEAD
-    )
+    head = PROCESS_HEAD if config.supervision == "process" else _HEAD
+    return run_recipe(with_reward_head(config), open_reward_data, head=head)
 
 
 def _check(config: Any) -> None:
@@ -109,6 +106,11 @@ def with_reward_head(config: Any) -> Any:
     if config.supervision == "process":
         return change_model(config, head=PROCESS_HEAD, num_labels=2)
     return change_model(config, head=_HEAD, num_labels=1)
+
+
+def open_reward_data(config: Any, rows: World) -> TrainingData:
+    """Read and encode the pairs, or the steps with labels, of a run."""
+    return (_open_steps if config.supervision == "process" else _open_pairs)(config, rows)
 
 
 def _open_pairs(config: Any, rows: World) -> TrainingData:

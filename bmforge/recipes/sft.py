@@ -46,6 +46,7 @@ __all__ = [
     "ConversationData",
     "ConversationsConfig",
     "LlamaSFTConfig",
+    "open_conversations",
     "read_template",
     "train_sft",
 ]
@@ -95,7 +96,7 @@ class ConversationsConfig(RunConfig):
     """Config for fine-tuning on conversations; the other fields are those of `RunConfig`.
 
     Args:
-        data: `paths` are .jsonl, .json or .parquet files, or folders of them, with one conversation
+        data: `paths` are JSON files or tables, or folders of them, with one conversation
             per record: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
             "content": "..."}], "tools": [...]}; ShareGPT's, Alpaca's and prompt/completion forms
             are read as well. Conversations longer than `seq_len` are truncated. For a
@@ -132,10 +133,11 @@ def train_sft(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
+    return run_recipe(config, open_conversations, head=traits_of(config.model).generation_head)
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
+def open_conversations(config: Any, rows: World) -> TrainingData:
+    """Read, render and encode the conversations of a run."""
     data = config.data
     data.check()
     refuse_split(data.split)

@@ -85,6 +85,26 @@ def test_dry_run_says_who_holds_what() -> None:
     assert "no effect without --dry-run" in alone.err
 
 
+def test_dry_run_counts_states_of_trained_parameters_only() -> None:
+    """The frozen base in bf16 and AdamW for the adapter alone; one process without --world."""
+    options = ("--adapter", "lora", "--precision", "bf16", "--dry-run")
+    frozen, trained = (
+        call(("train", "conversations", "--model", "qwen3-8b", *options)),
+        call(("train", "pretrain", "--model", "qwen3-8b", "--dry-run")),
+    )
+    assert "on 1 processes" in frozen.out
+    gib = [[float(n) for n in re.findall(r"([\d.]+) GiB", said.out)] for said in (frozen, trained)]
+    assert gib[0][0] == pytest.approx(gib[1][0] / 2, rel=0.01)
+    assert gib[0][1] - gib[0][0] < 0.5
+    assert gib[1][1] == pytest.approx(4 * gib[1][0], rel=0.01)
+
+
+def test_an_option_does_not_take_the_next_option_as_its_value() -> None:
+    said = call(("train", "conversations", "--model", "--data", "chats.jsonl"))
+    assert said.status == 2
+    assert "--model needs a value." in said.err
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_too_few_micro_batches_for_a_schedule(dry: bool, tmp_path: Path) -> None:
     """DualPipeV on two ranks takes four; said before the run's directory is this run's."""

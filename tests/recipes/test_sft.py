@@ -13,6 +13,7 @@ import tokenizers
 import torch
 from small_runs import settings, wait_for_all, write_jsonl
 
+from bmforge.cli import main
 from bmforge.data.sources.conversations import read_conversations
 from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel
@@ -61,6 +62,22 @@ def write_letters(folder: Path, **config: Any) -> Path:
 @pytest.fixture
 def letters(tmp_path: Path) -> Path:
     return write_letters(tmp_path / "letters", chat_template=CHATML)
+
+
+def test_a_dry_run_reads_all_data(letters: Path, tmp_path: Path, capsys, caplog) -> None:
+    """What a run would refuse is refused; nothing is written."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+    options = [f"--model.{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    options += ["--data.tokenizer", str(letters), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    file = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TALK}] * 3)
+    command = ["train", "conversations", "--model", "llama", "--data", str(file), *options]
+    assert main(command) == 0
+    assert "3 examples in" in caplog.text + capsys.readouterr().err
+    with file.open("a") as more:
+        more.write(json.dumps({"messages": TALK, "category": "x"}) + "\n")
+    assert main(command) == 2
+    assert "line 4 has the fields category" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_templates_write_as_transformers_does(letters: Path) -> None:

@@ -33,6 +33,7 @@ class RankMemory:
         blocks: number of the process's blocks.
         parameters: number of elements in the process's shards.
         parameter_bytes: size of the process's shards in bytes.
+        trained_bytes: size of the shards of trained parameters in bytes.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RankMemory:
     blocks: int
     parameters: int
     parameter_bytes: int
+    trained_bytes: int
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,14 @@ def _measure(model: nn.Module, rank: int) -> RankMemory:
     rules: Any = getattr(model, "layout_rules", None)
     stacks = rules().stacks if callable(rules) else ()
     blocks = sum(len(list(model.get_submodule(name).children())) for name in stacks)
-    local = [local_tensor(tensor) for tensor in persistent_tensors(model).values()]
+    tensors = persistent_tensors(model).values()
+    local = [(local_tensor(tensor), tensor.requires_grad) for tensor in tensors]
+    sizes = [(tensor.numel() * tensor.element_size(), trained) for tensor, trained in local]
     return RankMemory(
         rank,
         stages,
         blocks,
-        sum(tensor.numel() for tensor in local),
-        sum(tensor.numel() * tensor.element_size() for tensor in local),
+        sum(tensor.numel() for tensor, _ in local),
+        sum(size for size, _ in sizes),
+        sum(size for size, trained in sizes if trained),
     )
