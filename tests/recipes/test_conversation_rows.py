@@ -14,6 +14,7 @@ import transformers
 from chat_traits import TEMPLATES, write_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_runs import write_jsonl
 
 from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.data.sources.preferences import read_preferences
@@ -313,6 +314,15 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
          "completion": [{"role": "assistant", "content": "yo"}]},
         "user:hi assistant:yo",
     ),
+    "Firefly": ({"kind": "NLI", "input": "hi", "target": "yo"}, "user:hi assistant:yo"),
+    "exchanges": (
+        {"conversation": [{"human": "hi", "assistant": "yo"}, {"human": "a", "assistant": "b"}]},
+        "user:hi assistant:yo user:a assistant:b",
+    ),
+    "XTuner": (
+        {"conversation": [{"system": "be", "input": "hi", "output": "yo"}]},
+        "system:be user:hi assistant:yo",
+    ),
     "question and answer": ({"question": "hi", "answer": "yo"}, "user:hi assistant:yo"),
     "dolly": (
         {"instruction": "hi", "context": "x", "response": "yo"}, "user:hi\nx assistant:yo",
@@ -434,6 +444,16 @@ def test_folders_saved_by_datasets(tmp_path: Path) -> None:
     (tmp_path / "test" / "state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match="flatten_indices"):
         read_conversations(tmp_path)
+
+
+def test_exchanges_of_other_fields_are_refused(tmp_path: Path) -> None:
+    for turn in ({"human": "a"}, {"human": "a", "assistant": "b", "score": 1}, "a"):
+        write_jsonl(tmp_path / "a.jsonl", [{"conversation": [turn]}])
+        with pytest.raises(DataError, match="a turn of 'conversation' is"):
+            read_conversations(tmp_path / "a.jsonl")
+    write_jsonl(tmp_path / "a.jsonl", [{"conversation": [{"human": "a", "assistant": 1}]}])
+    with pytest.raises(DataError, match="assistant=1 must be a text"):
+        read_conversations(tmp_path / "a.jsonl")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

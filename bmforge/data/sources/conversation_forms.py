@@ -2,9 +2,10 @@
 
 Formats: OpenAI's `messages`; ShareGPT's `conversations` with `from` and `value`, function calls and
 observations included; TRL's `prompt` and `completion`; Alpaca's `instruction`, `input`, `output`
-with `history`; and pairs such as `question` and `answer`.
+with `history`; XTuner's and Firefly's `conversation`; and pairs such as `question` and `answer`.
 Sources of the field names: platform.openai.com/docs/guides/fine-tuning, github.com/lm-sys/FastChat,
-huggingface.co/docs/trl/dataset_formats, github.com/tatsu-lab/stanford_alpaca.
+huggingface.co/docs/trl/dataset_formats, github.com/tatsu-lab/stanford_alpaca,
+github.com/InternLM/xtuner, github.com/yangjianxin1/Firefly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _PAIRS = {
     "prompt": ("completion",),
     "question": ("answer",),
     "query": ("response",),
+    "input": ("target",),
 }
+# The two fields of a turn in a `conversation`.
+_TURN_FIELDS = (("human", "assistant"), ("input", "output"))
 _ALSO = {"output": "response", "completion": "response", "input": "context"}
 
 # Fields that are read in every format.
@@ -69,6 +73,9 @@ def find_messages(
             "does not support. Use `bmforge train preferences`, or rename 'chosen' to "
             "'messages'."
         )
+    if isinstance(values.get("conversation"), list):
+        messages = _read_exchanges(values["conversation"], location)
+        return with_system(values, messages), _SHARED | {"conversation"}
     question = next((name for name in _PAIRS if name in values), None)
     if question is None:
         raise _unknown_form(location)
@@ -102,6 +109,25 @@ def read_turns(turns: Sequence[Any], location: str, images: bool = False) -> lis
         DataError: an object has neither format.
     """
     return [_read_turn(turn, location, images) for turn in turns]
+
+
+def _read_exchanges(turns: Sequence[Any], location: str) -> list[Message]:
+    """Convert turns with a question and an answer, and possibly a system prompt, into messages."""
+    messages: list[Message] = []
+    for turn in turns:
+        names = next((n for n in _TURN_FIELDS if isinstance(turn, dict) and {*n} <= {*turn}), None)
+        if names is None or {*turn} - {*names, "system"}:
+            raise DataError(
+                f"{location}: a turn of 'conversation' is {turn!r:.60} (needed: 'human' and "
+                "'assistant', or 'input' and 'output', and optionally 'system')."
+            )
+        roles = zip(("system", "user", "assistant"), ("system", *names), strict=True)
+        for role, name in roles:
+            if not isinstance(turn.get(name, ""), str):
+                raise DataError(f"{location}: {name}={turn[name]!r:.60} must be a text.")
+            if turn.get(name) or role == "assistant":
+                messages.append({"role": role, "content": turn[name]})
+    return messages
 
 
 def _read_turn(turn: Any, location: str, images: bool) -> Message:
