@@ -98,7 +98,7 @@ class CPM2(Seq2Seq):
         super().__init__(config, make_spec(config, config.activation, scale=1.0, moe=moe))
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation; residual projections are scaled by 1/sqrt(2 L).
+        """Return a parameter's initial std; residual projections are scaled by 1/sqrt(2 L).
 
         The original's expert centroids are orthogonal vectors of norm 0.1; random vectors are
         nearly orthogonal.
@@ -112,7 +112,7 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each stack's embedding copy to the original name."""
+        """Return a dict from the name of each stack's embedding copy to the shared embedding's."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:

@@ -23,7 +23,7 @@ _REQUIRED = SharedExpertsConfig.hf_required
 
 
 def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> dict[str, Any]:
-    """Return the rotary scaling of a model that was pretrained with 4096 tokens."""
+    """Return YaRN's RoPE scaling of a model with a pretraining context of 4096 tokens."""
     return {
         "kind": "yarn",
         "factor": factor,

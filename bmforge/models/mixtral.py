@@ -122,7 +122,7 @@ class MixtralConfig(LlamaLikeConfig):
 
     @classmethod
     def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Remove the window fields from `raw` and return their values."""
+        """Remove the sliding-window fields from `raw`; return them under bmforge's names."""
         return {"window": raw.pop("sliding_window", None) or 0}
 
     def _write_special(self) -> dict[str, Any]:

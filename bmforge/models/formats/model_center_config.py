@@ -291,7 +291,7 @@ def read_old_config(
 
 
 def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with `max_seq_len` if the position table has unused rows; otherwise {}."""
+    """Return {"max_seq_len": number of usable positions} if the table has more rows, else {}."""
     if family in ("Roberta", "Longformer"):
         return {"max_seq_len": old_config["position_size"] - old_config["pad_token_id"] - 1}
     return {"max_seq_len": old_config["position_size"] - 1} if family == "GLM" else {}
