@@ -44,7 +44,7 @@ _WORTH_A_PROCESS_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates, best first: fitting ones by speed, then the others by missing memory.
+    """Estimates, best first: those that fit by speed, then the rest by missing memory.
 
     Args:
         request: model, machines and constraints.
