@@ -31,12 +31,12 @@ __all__ = ["CPM2", "CPM2Config", "megatron_rules"]
 
 @dataclass(kw_only=True)
 class CPM2Config(Seq2SeqConfig):
-    """Config of CPM-2; other fields are those of the base classes.
+    """Config of CPM-2; other fields are those of `Seq2SeqConfig`.
 
     Args:
         num_experts: number E of experts in every block of both stacks; 0 for an MLP.
         balance_experts: in training, assign the same number of tokens to all experts, over all
-            ranks; otherwise (and in inference) route by argmax.
+            ranks. In inference, or if False, tokens are routed by argmax.
         activation: activation of the MLP's gate (default: the tanh form of GELU, as published).
     """
 

@@ -34,7 +34,7 @@ def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True)
 
 @dataclass(kw_only=True)
 class EVAConfig(Seq2SeqConfig):
-    """Config of EVA; other fields are those of the base classes.
+    """Config of EVA; other fields are those of `Seq2SeqConfig`.
 
     Args:
         attn_scale: whether attention scores are divided by sqrt(H), as in EVA 2.0.

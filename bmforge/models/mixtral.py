@@ -43,7 +43,7 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
 
 @dataclass(kw_only=True)
 class MixtralConfig(LlamaLikeConfig):
-    """Config of Mixtral; other fields are those of the base class.
+    """Config of Mixtral; other fields are those of `LlamaLikeConfig`.
 
     Args:
         num_experts: number E of experts in every layer.

@@ -250,7 +250,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Convert the factors on residuals and logits to the config fields that determine them."""
+    """Convert the residual and logit scales in the metadata to MiniCPM's config fields."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(
@@ -297,7 +297,7 @@ def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _gpt_oss(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set the fields that llama.cpp implies; without RoPE scaling, its type is "default"."""
+    """Set the fields that llama.cpp implies; without scaling, rope_type is "default"."""
     raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
     scaling = raw["rope_scaling"] or {"rope_type": "default"}
     is_yarn = scaling["rope_type"] == "yarn"

@@ -244,7 +244,7 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the config fields with bmforge's names; the family may lack some of them.
+    """Return the config fields with bmforge's names; the family may not have all of them.
 
     Args:
         family: a name in `OLD_FAMILIES`.
