@@ -194,7 +194,7 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def _rank_bytes(trace: StepTrace, share: Share, what: str) -> float:
-    """Return the bytes of a rank's parameters: all for "static", the trained ones for "trained"."""
+    """Return the bytes of a rank's parameters: all (`what` = "static") or trained ("trained")."""
     total = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
         total += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
