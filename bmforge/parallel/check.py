@@ -89,8 +89,8 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: compute precision of the blocks, and whether trained 16-bit parameters are upcast to
-            fp32 master weights.
+        half: pair (compute precision of the blocks, True to upcast trained 16-bit parameters to
+            fp32 master weights).
     """
     precision, master_weights = half
     problems = layout.problems(world.size)
