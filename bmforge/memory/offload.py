@@ -88,7 +88,7 @@ class OffloadConfig:
 
 
 def choose_parameters(parameters: Sequence[nn.Parameter], fraction: float) -> set[int]:
-    """Return the `id`s of the last parameters, which have at least `fraction` of all elements.
+    """Return the `id`s of the fewest last parameters with at least `fraction` of all elements.
 
     Sizes are those of whole tensors, not of shards, so that all processes choose the same
     parameters.

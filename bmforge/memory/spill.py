@@ -160,7 +160,7 @@ def read_into(descriptor: int, target: Tensor, offset: int) -> None:
 
 
 def byte_memory(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor as bytes."""
+    """Return the memory of a contiguous host tensor as a memoryview of bytes."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 

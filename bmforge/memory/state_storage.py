@@ -100,7 +100,7 @@ class StateStorage:
         self._bytes.write(start * stored.element_size(), stored.contiguous().view(torch.uint8))
 
     def _scale_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the byte range of the scales of elements; scales are stored after all codes."""
+        """Return the byte range with the scales of a range of elements, stored after all codes."""
         codes = -(-self.numel // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         return codes + 4 * (start // BLOCK_ELEMENTS), codes + 4 * -(-stop // BLOCK_ELEMENTS)
 

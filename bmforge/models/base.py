@@ -50,7 +50,8 @@ class Model(WeightNames, ModelHooks, nn.Module):
     exist with and without a prefix, `hf_prefix`.
 
     Attributes:
-        family_traits: properties of the family; `traits` adds those of the config.
+        family_traits: properties of the family, such as its attention pattern; `traits` adds
+            properties that depend on the config, such as whether the head generates text.
         hf_prefix: prefix of the base model's parameter names in Hugging Face checkpoints.
         hf_old_names: pairs (suffix of a Hugging Face parameter name, its suffix in older
             checkpoints).
@@ -58,7 +59,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             weight and the embedding.
         shifts_labels: True if position t predicts label t + 1, so that the model shifts labels.
         fixed_width: reason why the hidden size cannot be pruned; "" if it can.
-        arrived: input from the previous pipeline stage.
+        arrived: activations received from the previous pipeline stage; empty on the first stage.
         provenance: license and training data of the model, if known.
     """
 
@@ -78,7 +79,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     @property
     def traits(self) -> Traits:
-        """Properties of this model: those of its family, completed for its config and head."""
+        """Properties of the family, plus those that depend on this model's config and head."""
         return replace(self.family_traits.of(self.config), position_limit=self.position_limit)
 
     @property
@@ -206,7 +207,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Complete a config with values that can only be inferred from the shapes of the weights.
 
-        Families that were published in several formats with the same kind of config override this.
+        Families override this if config.json does not tell their published formats apart.
 
         Args:
             config: config from config.json or a preset.
@@ -297,11 +298,11 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:
-        """Return the index of the pipeline stage with a parameter; 0 without a pipeline."""
+        """Return the first pipeline rank that has the named parameter; 0 without a pipeline."""
         return 0 if self._pipeline is None else self._pipeline.rank_of(name)
 
     def _stage_and_members(self, rank: int, world: int) -> tuple[int, int]:
-        """Return the index of this rank's pipeline stage, and the number of ranks in a stage."""
+        """Return this process's pipeline rank, and the number of processes per pipeline rank."""
         if self._pipeline is None:
             return 0, world
         return self._pipeline.rank, world // self._pipeline.size
@@ -326,7 +327,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
     ) -> Tensor:
         """Look up the token embeddings, or return `inputs_embeds`, without scaling them.
 
-        The family later adds positions and segments, and applies factors.
+        The family later scales them, and adds position and segment embeddings.
 
         Args:
             input_ids: token ids; ids of at least the vocabulary size select rows of a soft prompt.

@@ -109,7 +109,7 @@ class BloomConfig(ModelConfig):
         return {"seq_length": self.max_seq_len} if is_stated else {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the config with transformers' current field names, without former names."""
+        """Return the contents of config.json, without field names of old transformers versions."""
         return {name: value for name, value in super().to_hf().items() if name not in _FORMER}
 
 

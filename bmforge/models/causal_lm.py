@@ -283,7 +283,7 @@ class CausalLM(Model):
 
         The loss covers all tokens over which `sum_statistics` sums. Each micro-batch and rank adds
         a part, computed from its own tokens' probabilities and scaled like its part of the main
-        loss. If `num_items` is a `Measure`, there is no balancing loss.
+        loss. If `num_items` is a function (`nn.Measure`), there is no balancing loss.
         """
         if not routed:
             return out
@@ -305,11 +305,11 @@ class CausalLM(Model):
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the load-balancing loss: the mean over layers, grouped by their expert counts.
+        """Compute the load-balancing loss: a mean over MoE layers; equal expert counts are pooled.
 
         Returns:
-            this rank's part of the loss, the total loss, the number of labels, and the number of
-            parts
+            this rank's part of the loss, the loss of all tokens, the number of labels of all ranks,
+            and the number of parts (one per micro-batch and rank)
         """
         spec = self.spec
         specs = (spec.blocks.get(i, spec.block).mlp for i in range(span_of(self.layers).total))

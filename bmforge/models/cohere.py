@@ -18,7 +18,7 @@ __all__ = ["Cohere", "CohereConfig"]
 
 @dataclass(kw_only=True)
 class CohereConfig(LlamaLikeConfig):
-    """Config of Command R; other fields are those of the base class.
+    """Config of Command R; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

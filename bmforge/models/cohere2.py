@@ -19,7 +19,7 @@ __all__ = ["Cohere2", "Cohere2Config"]
 
 @dataclass(kw_only=True)
 class Cohere2Config(LayerTypesConfig):
-    """Config of Command R7B; other fields are those of the base class.
+    """Config of Command R7B; other fields are those of `LayerTypesConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

@@ -131,7 +131,7 @@ class ModelConfig:
         self.check()
 
     def states_size(self, name: str) -> bool:
-        """Return True if config.json explicitly contains a size that published configs omit."""
+        """Return True if config.json contains the field `name`, which only pruned models save."""
         is_own = name in _OWN_SIZES and name not in self.hf_names
         return is_own and self.raw.get(name) == getattr(self, name)
 
@@ -171,7 +171,7 @@ class ModelConfig:
             raise ConfigError(f"{type(self).__name__}: {'; '.join(problems)}.")
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for each inconsistency among the fields, whose sizes are positive."""
+        """Yield a message for each inconsistency among fields that are valid on their own."""
         heads, kv_heads, names = self.num_heads, self.num_kv_heads, self.hf_names
         if "num_heads" in names and "num_kv_heads" not in names and kv_heads != heads:
             yield f"num_kv_heads={kv_heads} must equal num_heads={heads}"
@@ -258,9 +258,9 @@ class ModelConfig:
         return values
 
     def _write_head(self) -> dict[str, Any]:
-        """Return the config.json fields of head and labels.
+        """Return the config.json fields for the head and the labels.
 
-        The names of labels are kept if the number of labels is unchanged.
+        The names of labels in `raw` are kept if the number of labels is unchanged.
         """
         head = self.heads[self.head]
         architectures = self.raw.get("architectures") or []
@@ -283,7 +283,7 @@ class ModelConfig:
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the contents of config.json, including other fields of the original file."""
+        """Return the contents of config.json, including unused fields of the original file."""
         named = {published: getattr(self, own) for own, published in self.hf_names.items()}
         fixed = {"model_type": self.family, "initializer_range": self.init_std}
         raw = without_changes(self.raw)

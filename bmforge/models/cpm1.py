@@ -1,6 +1,7 @@
 """CPM-1 (Zhang et al., "CPM: A Large-scale Generative Chinese Pre-trained Language Model", 2020).
 
-A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/gpt2_modeling.py`.
+A GPT-2 in Megatron format; the weight names in checkpoints are those of `model/gpt2_modeling.py` in
+TsinghuaAI/CPM-1-Generate.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ __all__ = ["CPM2", "CPM2Config", "megatron_rules"]
 
 @dataclass(kw_only=True)
 class CPM2Config(Seq2SeqConfig):
-    """Config of CPM-2; other fields are those of the base classes.
+    """Config of CPM-2; other fields are those of `Seq2SeqConfig`.
 
     Args:
         num_experts: number E of experts in every block of both stacks; 0 for an MLP.
         balance_experts: in training, assign the same number of tokens to all experts, over all
-            ranks; otherwise (and in inference) route by argmax.
+            ranks. In inference, or if False, tokens are routed by argmax.
         activation: activation of the MLP's gate (default: the tanh form of GELU, as published).
     """
 
@@ -100,7 +100,7 @@ class CPM2(Seq2Seq):
         super().__init__(config, make_spec(config, config.activation, scale=1.0, moe=moe))
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation; residual projections are scaled by 1/sqrt(2 L).
+        """Return a parameter's initial std; residual projections are scaled by 1/sqrt(2 L).
 
         The original's expert centroids are orthogonal vectors of norm 0.1; random vectors are
         nearly orthogonal.
@@ -114,7 +114,7 @@ class CPM2(Seq2Seq):
         return config.init_std / (math.sqrt(2 * config.num_layers) if scaled else 1.0)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each stack's embedding copy to the original name."""
+        """Return a dict from the name of each stack's embedding copy to the shared embedding's."""
         return {f"{s}.word_embeds.weight": "word_embeds.weight" for s in ("encoder", "decoder")}
 
     def weight_rules(self) -> list[WeightRule]:

@@ -49,7 +49,7 @@ class CPMAnt(CPMLive):
 
     @classmethod
     def from_pretrained(cls, name: str | Path, **options: Any) -> Self:
-        """Load a checkpoint; a head that transformers ties to the embedding becomes a copy."""
+        """Load a checkpoint; if transformers ties the head, it becomes a copy of the embedding."""
         model = super().from_pretrained(name, **options)
         if model.config.folded and model.config.tie_word_embeddings:
             if model.config.head == "language_model":
@@ -303,8 +303,8 @@ def _check_width(inputs: Tensor, past: int, *described: Tensor | None) -> None:
 def fold_scales(model: CPMAnt) -> CPMAnt:
     """Return a copy whose weights include the scales, as transformers expects them.
 
-    Where sqrt(width) is a power of two (4096), the multiplication is exact. The MLP's last
-    projection (width 10240) and other widths are rounded once, to the weights' dtype.
+    Where sqrt(width) is a power of two (width 4096), the multiplication is exact. Weights of other
+    widths, such as the MLP's last projection (10240), are rounded once, to their dtype.
 
     Raises:
         ConfigError: transformers does not support the model (CPM-Ant+, compressed models, and

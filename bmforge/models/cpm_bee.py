@@ -168,8 +168,9 @@ class CPMBee(CPMLive):
             segment_rel: relation tables, see `nn.segment.find_relations`.
             span: span index of every token; tokens attend within their span; None means one span.
             position: positions from which distances are computed; None means 0, 1, 2, ...
-            ext_table_ids: base ids of the extension's rows.
-            ext_table_sub: sub ids of the extension's rows.
+            ext_table_ids: base ids of E additional tokens, such as candidate answers; their logits
+                follow those of the vocabulary.
+            ext_table_sub: sub ids of the additional tokens.
             inputs_embeds: token embeddings in place of `input_ids`, neither scaled nor rotated.
             logits_at: positions, per sequence, whose logits are returned; None for all.
 
@@ -227,7 +228,8 @@ class CPMBee(CPMLive):
     ) -> tuple[Tensor | None, Tensor]:
         """Return the attention mask and the position bias for plain text.
 
-        If there is no other mask, the bias includes the causal mask, and the returned mask is None.
+        Without `attention_mask` and `document_ids`, the bias includes the causal mask, and the
+        returned mask is None.
         """
         rows, length = inputs.shape[:2]
         distance = find_distances(length, inputs.device, past)
@@ -276,7 +278,7 @@ class CPMBee(CPMLive):
         )
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the head's name, as in some checkpoints, to the embedding's name."""
+        """Map the head's name to the embedding's; some checkpoints store the tied head too."""
         return {"lm_head.weight": "cpmbee.input_embedding.weight"}
 
 

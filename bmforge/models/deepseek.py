@@ -23,7 +23,7 @@ _REQUIRED = SharedExpertsConfig.hf_required
 
 
 def _yarn(factor: float, mscale: float = 1.0, beta_fast: float = 32.0) -> dict[str, Any]:
-    """Return the rotary scaling of a model that was pretrained with 4096 tokens."""
+    """Return YaRN's RoPE scaling of a model with a pretraining context of 4096 tokens."""
     return {
         "kind": "yarn",
         "factor": factor,
@@ -52,7 +52,7 @@ _SMALL: dict[str, Any] = {
 
 @dataclass(kw_only=True)
 class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
-    """Config of DeepSeek-V3; other fields are those of the base classes.
+    """Config of DeepSeek-V3; other fields are those of `LatentConfig` and `SharedExpertsConfig`.
 
     Args:
         model_type: "deepseek_v3", or "kimi_k2" for Kimi K2, which has the same architecture.
@@ -130,7 +130,7 @@ class DeepSeekV3Config(LatentConfig, SharedExpertsConfig):
 
 @dataclass(kw_only=True)
 class DeepSeekV2Config(LatentConfig, SharedExpertsConfig):
-    """Config of DeepSeek-V2; other fields are those of the base classes."""
+    """Config of DeepSeek-V2; other fields are those of `LatentConfig` and `SharedExpertsConfig`."""
 
     family: ClassVar[str] = "deepseek_v2"
     scoring: ClassVar[Scoring] = "softmax"

@@ -314,7 +314,7 @@ class EncoderModel(Model):
     def _rope_tables(
         self, inputs: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> dict[str, Any]:
-        """Return the rotary tables of the layers, if the family uses RoPE."""
+        """Return a dict with the rotary tables of the layers; {} if the family has no RoPE."""
         if self.spec.rope is None:
             return {}
         positions = self._count_positions(inputs) if positions is None else positions

@@ -34,7 +34,7 @@ def _size(hidden: int, inner: int, layers: int, heads: int, scaled: bool = True)
 
 @dataclass(kw_only=True)
 class EVAConfig(Seq2SeqConfig):
-    """Config of EVA; other fields are those of the base classes.
+    """Config of EVA; other fields are those of `Seq2SeqConfig`.
 
     Args:
         attn_scale: whether attention scores are divided by sqrt(H), as in EVA 2.0.
@@ -101,7 +101,7 @@ class EVA(Seq2Seq):
         super().__init__(config, replace(spec, num_roles=_NUM_ROLES))
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the names of each stack's embedding copies to the original names."""
+        """Return a dict from the names of each stack's embedding copies to the shared ones."""
         copies = {
             "embed_tokens": "shared",
             "word_embeds": "word_embeds",
@@ -115,7 +115,7 @@ class EVA(Seq2Seq):
 
     @classmethod
     def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Set the activation of training for Megatron shards, unless config.json names one."""
+        """Set `activation` to "gelu_new" for Megatron shards, unless config.json contains it."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config
         return config.replace(activation="gelu_new")

@@ -27,7 +27,7 @@ __all__ = ["Falcon", "FalconConfig"]
 
 @dataclass(kw_only=True)
 class FalconConfig(LlamaLikeConfig):
-    """Config of Falcon; other fields are those of the base class.
+    """Config of Falcon; other fields are those of `LlamaLikeConfig`.
 
     Args:
         new_decoder_architecture: in the fused projection, the rows of each key-value head follow

@@ -21,7 +21,8 @@ def fingerprint_of_files(
 ) -> str | None:
     """Return the fingerprint that the model would have if loaded without quantization.
 
-    Only the sampled values are read. Adapter files contain the fingerprint of their base model.
+    A fingerprint is a hash of some values of every parameter; only these are read. Adapter files
+    contain the fingerprint of their base model.
 
     Args:
         model: model that was loaded from the directory, possibly quantized or streamed.
@@ -43,7 +44,7 @@ def fingerprint_of_files(
 def _sample(
     reader: WeightReader, parameters: dict[str, Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Yield the name, the shape and the sampled values of each parameter."""
+    """Yield the name and shape of each parameter, and the values that the fingerprint hashes."""
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
         places = sample_places(name, math.prod(shape))

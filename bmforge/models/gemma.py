@@ -56,7 +56,7 @@ def _heads(stem: str, classifier: str = "", body: str = "") -> dict[str, Head]:
 
 @dataclass(kw_only=True)
 class GemmaConfig(LlamaLikeConfig):
-    """Config of Gemma 1; other fields are those of the base class.
+    """Config of Gemma 1; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.
@@ -104,7 +104,7 @@ class GemmaConfig(LlamaLikeConfig):
 
 @dataclass(kw_only=True)
 class Gemma2Config(LayerTypesConfig):
-    """Config of Gemma 2; other fields are those of the base class.
+    """Config of Gemma 2; other fields are those of `LayerTypesConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.
@@ -157,7 +157,7 @@ _CAPS = {"attn_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit
 
 @dataclass(kw_only=True)
 class Gemma3Config(LocalRotaryConfig):
-    """Config of Gemma 3's text model; other fields are those of the base class.
+    """Config of Gemma 3's text model; other fields are those of `LocalRotaryConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

@@ -29,7 +29,7 @@ __all__ = ["GLM4", "GLM4Config"]
 
 @dataclass(kw_only=True)
 class GLM4Config(PartialRotaryConfig):
-    """Config of GLM-4; other fields are those of the base class.
+    """Config of GLM-4; other fields are those of `PartialRotaryConfig`.
 
     Args:
         model_type: "glm4", or "glm" for models without norms after the sublayers.

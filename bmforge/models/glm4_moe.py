@@ -1,6 +1,6 @@
 """GLM-4.5 and GLM-4.6 (Z.ai, "GLM-4.5", arXiv 2508.06471).
 
-Grouped-query attention with RoPE on half of each head's dims; DeepSeek-V3's experts.
+They have grouped-query attention with RoPE on half of each head's dims, and DeepSeek-V3's experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGE = {
 
 @dataclass(kw_only=True)
 class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
-    """Config of GLM-4.5; other fields are those of the base classes.
+    """Config of GLM-4.5; other fields are those of `SharedExpertsConfig` and `PartialRotaryConfig`.
 
     Args:
         attn_bias: biases on q, k and v.

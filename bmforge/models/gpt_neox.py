@@ -34,7 +34,7 @@ def _size(
 
 @dataclass(kw_only=True)
 class GPTNeoXConfig(PartialRotaryConfig):
-    """Config of GPT-NeoX; other fields are those of the base class.
+    """Config of GPT-NeoX; other fields are those of `PartialRotaryConfig`.
 
     Args:
         parallel_residual: attention and MLP both use the block's input; if False, the MLP runs

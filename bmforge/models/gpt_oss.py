@@ -28,7 +28,7 @@ def _yarn() -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class GptOssConfig(LayerTypesConfig, MixtralConfig):
-    """Config of gpt-oss; other fields are those of the base classes.
+    """Config of gpt-oss; other fields are those of `LayerTypesConfig` and `MixtralConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

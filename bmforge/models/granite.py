@@ -28,7 +28,7 @@ def _size(
 
 @dataclass(kw_only=True)
 class GraniteConfig(LlamaLikeConfig):
-    """Config of Granite; other fields are those of the base class.
+    """Config of Granite; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

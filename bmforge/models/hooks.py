@@ -37,7 +37,7 @@ class ModelHooks:
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> Self:
-        """Build a config's model on the meta device, without adapters and other changes."""
+        """Build the model of a config on the meta device, without adapters and other changes."""
         with torch.device("meta"), SkipInit():
             model: Any = cls(config)  # type: ignore[call-arg]
         return model.to(dtype)

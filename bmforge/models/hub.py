@@ -39,7 +39,7 @@ Backend = Literal["auto", "native", "transformers"]
 
 
 def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
-    """Return the model class and config of a preset, given its name or a name of its weights.
+    """Return the model class and config of a preset, given its name, hub id or short name.
 
     Raises:
         ConfigError: the preset is unknown; the message suggests the nearest name.

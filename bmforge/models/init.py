@@ -45,7 +45,7 @@ def materialize_(
     device: torch.device | str | None = None,
     elsewhere: Mapping[str, torch.device] | None = None,
 ) -> None:
-    """Allocate the meta tensors of a model; ties, sharding and other tensors are preserved.
+    """Allocate the meta tensors of a model; ties, sharding and allocated tensors are preserved.
 
     Args:
         model: model to allocate.

@@ -14,7 +14,7 @@ __all__ = ["InternLM3", "InternLM3Config"]
 
 @dataclass(kw_only=True)
 class InternLM3Config(LlamaLikeConfig):
-    """Config of InternLM3; other fields are those of the base class.
+    """Config of InternLM3; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

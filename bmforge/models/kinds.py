@@ -28,7 +28,7 @@ __all__ = ["KINDS", "find_kind"]
 
 
 def store_as_int8_(model: nn.Module, names: Sequence[str], options: NoOptions, name: str) -> None:
-    """Store the weights of layers as int8 rows; tied weights stay tied."""
+    """Store the weights of layers as int8 with one scale per row; tied weights stay tied."""
     stored: dict[int, Any] = {}
     refuse_name(name)
     _check_ties(model, names)

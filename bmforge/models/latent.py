@@ -38,7 +38,7 @@ _PROJECTIONS = {
 
 @dataclass(kw_only=True)
 class LatentConfig(LlamaLikeConfig):
-    """Config of a decoder with latent attention; other fields are those of the base class.
+    """Config of a decoder with latent attention; other fields are those of `LlamaLikeConfig`.
 
     Args:
         head_dim: width of a head's query and key; must be 0 or plain_dim + rope_dim.
@@ -83,7 +83,7 @@ class LatentConfig(LlamaLikeConfig):
         return True
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
-        """Return the rotary embedding of the rotated dims; see the base class."""
+        """Return the `RopeSpec`; `rotary_dim` defaults to the field `rope_dim`."""
         return super().rope_spec(rotary_dim or self.rope_dim, interleaved or self.interleaves)
 
     def latent_spec(self, bias: bool = False) -> LatentSpec:

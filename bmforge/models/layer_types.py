@@ -88,7 +88,7 @@ class LocalRotaryConfig(LayerTypesConfig):
     local_rope_theta: float = 10000.0
 
     def local_rope_spec(self) -> RopeSpec:
-        """Return the rotary embedding of the layers with a window."""
+        """Return the `RopeSpec` of the layers with a window."""
         return RopeSpec(self.head_dim, self.local_rope_theta, max_seq_len=self.max_seq_len)
 
     @classmethod

@@ -32,7 +32,7 @@ _LLAMA32 = {
 
 @dataclass(kw_only=True)
 class LlamaConfig(LlamaLikeConfig):
-    """Config of Llama; other fields are those of the base class.
+    """Config of Llama; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

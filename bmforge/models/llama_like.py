@@ -162,7 +162,7 @@ def fused_qkv_rules(published: str, config: Any, groups: int = 1) -> list[Weight
 
 @dataclass(kw_only=True)
 class LlamaLikeConfig(RotaryConfig):
-    """Config fields of Llama-like decoders; other fields are those of the base class.
+    """Config fields of Llama-like decoders; other fields are those of `RotaryConfig`.
 
     Args:
         activation: activation of the MLP.
@@ -216,7 +216,7 @@ class PartialRotaryConfig(LlamaLikeConfig):
     rotary_part: float = 1.0
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> Any:
-        """Return the rotary embedding of the rotated dims; see the base class."""
+        """Return the `RopeSpec`; `rotary_dim` defaults to `rotary_part` of head_dim."""
         rotary_dim = rotary_dim or int(self.head_dim * self.rotary_part)
         return super().rope_spec(rotary_dim, interleaved)
 

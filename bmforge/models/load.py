@@ -113,7 +113,7 @@ class WeightReader:
         run_reads(reads, threads=self._threads)
 
     def is_stored(self, tensor_name: str) -> bool:
-        """Return True if the files contain a tensor as floats, so that it is not initialized."""
+        """Return True if the files contain a tensor as floats, not as quantized integers."""
         rules = self._rules.get(tensor_name, ())
         stored = [self._files.stored_spec(name) is None for _, name in rules]
         return tensor_name not in self._fresh and bool(stored) and all(stored)

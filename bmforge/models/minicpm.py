@@ -68,7 +68,7 @@ def _minicpm_heads() -> dict[str, Head]:
 
 @dataclass(kw_only=True)
 class MiniCPMConfig(LlamaLikeConfig):
-    """Config of MiniCPM; other fields are those of the base class.
+    """Config of MiniCPM; other fields are those of `LlamaLikeConfig`.
 
     Args:
         embed_scale: factor on the embedding.

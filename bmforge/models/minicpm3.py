@@ -24,7 +24,7 @@ _FACTORS = """
 
 @dataclass(kw_only=True)
 class MiniCPM3Config(LatentConfig):
-    """Config of MiniCPM3; other fields are those of the base class.
+    """Config of MiniCPM3; other fields are those of `LatentConfig`.
 
     Args:
         embed_scale: factor on the embedding.

@@ -27,7 +27,7 @@ def _size(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, 
 
 @dataclass(kw_only=True)
 class MistralConfig(LlamaLikeConfig):
-    """Config of Mistral; other fields are those of the base class.
+    """Config of Mistral; other fields are those of `LlamaLikeConfig`.
 
     Args:
         model_type: "mistral", or "ministral" if layers differ.

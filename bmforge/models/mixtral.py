@@ -43,7 +43,7 @@ def expert_rules(published: str, names: Mapping[str, str]) -> list[WeightRule]:
 
 @dataclass(kw_only=True)
 class MixtralConfig(LlamaLikeConfig):
-    """Config of Mixtral; other fields are those of the base class.
+    """Config of Mixtral; other fields are those of `LlamaLikeConfig`.
 
     Args:
         num_experts: number E of experts in every layer.
@@ -122,7 +122,7 @@ class MixtralConfig(LlamaLikeConfig):
 
     @classmethod
     def _read_windows(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """Remove the window fields from `raw` and return their values."""
+        """Remove the sliding-window fields from `raw`; return them under bmforge's names."""
         return {"window": raw.pop("sliding_window", None) or 0}
 
     def _write_special(self) -> dict[str, Any]:

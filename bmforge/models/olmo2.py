@@ -33,7 +33,7 @@ _OUTPUT_NORMS = {
 
 @dataclass(kw_only=True)
 class OLMo2Config(LlamaLikeConfig):
-    """Config of OLMo 2; other fields are those of the base class.
+    """Config of OLMo 2; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.
@@ -70,7 +70,7 @@ class OLMo2Config(LlamaLikeConfig):
 
 @dataclass(kw_only=True)
 class OLMo3Config(LocalRotaryConfig):
-    """Config of OLMo 3; other fields are those of the base class.
+    """Config of OLMo 3; other fields are those of `LocalRotaryConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

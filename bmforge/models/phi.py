@@ -18,7 +18,7 @@ _LM_NAMES = {"lm_head.weight": "lm_head.weight", "lm_head.bias": "lm_head.bias"}
 
 @dataclass(kw_only=True)
 class PhiConfig(PartialRotaryConfig):
-    """Config of Phi; other fields are those of the base class.
+    """Config of Phi; other fields are those of `PartialRotaryConfig`.
 
     Args:
         embed_dropout: dropout probability of the embedding.

@@ -27,7 +27,7 @@ __all__ = ["Phi3", "Phi3Config"]
 
 @dataclass(kw_only=True)
 class Phi3Config(PartialRotaryConfig):
-    """Config of Phi-3; other fields are those of the base class.
+    """Config of Phi-3; other fields are those of `PartialRotaryConfig`.
 
     Args:
         window: size of the sliding window in tokens; 0 for no window.

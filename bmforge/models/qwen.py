@@ -43,7 +43,7 @@ _128K, _40K = 131072, 40960
 
 @dataclass(kw_only=True)
 class QwenConfig(LlamaLikeConfig):
-    """Config of Qwen; other fields are those of the base class.
+    """Config of Qwen; other fields are those of `LlamaLikeConfig`.
 
     Args:
         model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.

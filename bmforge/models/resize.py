@@ -37,11 +37,11 @@ def resize_(model: Any, names: Sequence[str], sizes: Sizes) -> None:
 
     Leading weights are kept: the first key-value heads and the first query heads of each group, the
     first dims of a head (with RoPE the first pairs), the first features of an MLP and of every
-    expert, and the first experts. (Pruning reorders the weights before.) New weights, in wider
+    expert, and the first experts. (Pruning sorts the weights first.) New weights, in wider
     layers and in experts that replace an MLP, are initialized as by `init_weights_` with seed 0.
 
-    Both attentions of an encoder-decoder layer get the same heads; `attn=False` removes only
-    self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all heads; a
+    Self- and cross-attention of an encoder-decoder layer get the same heads; `attn=False` removes
+    only self-attention. A position bias that layers share (T5, CPM-Ant, CPM-Bee) keeps all heads; a
     layer with fewer heads uses the first ones. Scales that depend on a width (muP) are adjusted to
     the new width. Experts that replace an MLP have no biases.
 
@@ -182,7 +182,7 @@ def _find(model: Any, name: str) -> Block:
 
 
 def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
-    """Raise `ConfigError` for conflicts with the model's other layers."""
+    """Raise `ConfigError` if new specs contradict what layers share, such as a position bias."""
     rotary_dim = _rotary_dim(model)
     for name, spec in specs.items():
         stack = name.rpartition(".")[0]
@@ -305,7 +305,7 @@ def _keep_heads_(
 
 
 def _dims(spec: AttentionSpec, module: str) -> tuple[int, ...]:
-    """Return the shape to which a parameter's first dim is unflattened, ending in head_dim."""
+    """Return the shape to unflatten a parameter's first dim to, such as (heads, head_dim)."""
     if module in ("q_norm", "k_norm") and not spec.qk_norm_whole:
         return (spec.head_dim,)
     if module in ("k_proj", "v_proj", "k_norm"):

@@ -83,5 +83,5 @@ class Roberta(EncoderModel):
         super().__init__(config, spec)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of the decoder bias's copy in checkpoints to its own name."""
+        """Return a dict from the name of the copied decoder bias to the name of its original."""
         return {"lm_head.decoder.bias": "lm_head.bias"}

@@ -95,7 +95,7 @@ class RotaryConfig(ModelConfig):
         return self.max_seq_len
 
     def rope_spec(self, rotary_dim: int = 0, interleaved: bool = False) -> RopeSpec:
-        """Return the rotary embedding that the fields describe.
+        """Return the `RopeSpec` that the fields describe.
 
         Args:
             rotary_dim: number of rotated head dims; 0 means all.

@@ -14,7 +14,7 @@ __all__ = ["SeedOss", "SeedOssConfig"]
 
 @dataclass(kw_only=True)
 class SeedOssConfig(LlamaLikeConfig):
-    """Config of Seed-OSS; other fields are those of the base class.
+    """Config of Seed-OSS; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k and v.

@@ -193,7 +193,7 @@ class Seq2Seq(Model):
         return Span(0, 0, 0) if self.decoder is None else span_of(self.decoder.layers)
 
     def _embed(self, source: Pair, target: Pair) -> tuple[Any, Any]:
-        """Embed source and target, in a single lookup if both are ids, for a single gradient."""
+        """Embed source and target; if both are ids, one lookup gives the table one gradient."""
         names = ("inputs_embeds", "decoder_inputs_embeds")
         texts: list[Any] = [
             None if ids is None and embeds is None else given_inputs(ids, embeds, name)
@@ -280,7 +280,10 @@ class Seq2Seq(Model):
         num_items: float | Tensor | None,
         ends_of: Tensor | None = None,
     ) -> ModelOutput:
-        """Classify every token or, with ids `ends_of`, each sequence by its last EOS token."""
+        """Classify every token or, for sequence classification, each last EOS token.
+
+        `ends_of` contains the token ids in which the EOS tokens are found.
+        """
         x = out.last_hidden_state
         assert x is not None
         if self.config.head == "sequence_classification":
@@ -296,7 +299,7 @@ class Seq2Seq(Model):
         return finish_classes(out, logits, labels, self.config.problem_type, num_items)
 
     def init_std(self, name: str) -> float:
-        """Return the standard deviation of T5's code: `config.init_std` over sqrt(input width).
+        """Return a parameter's initial std as in T5: `config.init_std` over sqrt(input width).
 
         Embeddings and head have a standard deviation of `config.init_std`.
         """

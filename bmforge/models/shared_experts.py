@@ -41,7 +41,7 @@ SHARED_EXPERT_NAMES = renamed(
 
 @dataclass(kw_only=True)
 class SharedExpertsConfig(LlamaLikeConfig):
-    """Config of a decoder with routed and shared experts; other fields are those of the base class.
+    """Config of a decoder with routed and shared experts; the rest is from `LlamaLikeConfig`.
 
     Args:
         intermediate_size: hidden width F of the MLP in layers without experts.

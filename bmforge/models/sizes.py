@@ -237,7 +237,7 @@ class LayerSizes:
         return replace(self, **changes).without(sizes.attn is False, sizes.mlp is False)
 
     def without(self, attn: bool, mlp: bool) -> LayerSizes:
-        """Return the sizes without self-attention (`attn`) and without the MLP (`mlp`)."""
+        """Return the sizes without self-attention if `attn`, and without the MLP if `mlp`."""
         new = replace(self, attn=False, latent=None) if attn else self
         if mlp:
             new = replace(new, **feed_sizes(None))

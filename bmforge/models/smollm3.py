@@ -19,7 +19,7 @@ __all__ = ["SmolLM3", "SmolLM3Config"]
 
 @dataclass(kw_only=True)
 class SmolLM3Config(LlamaLikeConfig):
-    """Config of SmolLM3; other fields are those of the base class.
+    """Config of SmolLM3; other fields are those of `LlamaLikeConfig`.
 
     Args:
         attn_bias: biases on q, k, v and o.

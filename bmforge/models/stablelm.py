@@ -25,7 +25,7 @@ __all__ = ["StableLM", "StableLMConfig"]
 
 @dataclass(kw_only=True)
 class StableLMConfig(PartialRotaryConfig):
-    """Config of StableLM; other fields are those of the base class.
+    """Config of StableLM; other fields are those of `PartialRotaryConfig`.
 
     Args:
         qkv_bias: biases on q, k and v.

@@ -23,7 +23,7 @@ __all__ = ["Starcoder2", "Starcoder2Config"]
 
 @dataclass(kw_only=True)
 class Starcoder2Config(LlamaLikeConfig):
-    """Config of StarCoder2; other fields are those of the base class.
+    """Config of StarCoder2; other fields are those of `LlamaLikeConfig`.
 
     Args:
         bias: use biases in all linear layers of the blocks.

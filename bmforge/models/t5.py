@@ -292,7 +292,7 @@ class T5(Seq2Seq):
         return (dead, "**decoder.**") if self.decoder is None else (dead,)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each stack's embedding copy to the original name."""
+        """Return a dict from the name of each stack's embedding copy to the shared embedding's."""
         return {
             f"{prefix}{stack}.embed_tokens.weight": f"{prefix}shared.weight"
             for prefix in ("", "transformer.")

@@ -29,11 +29,12 @@ class Traits:
     Args:
         attention: attention pattern for plain text. "prefix": a bidirectional prefix, and causal
             spans that follow it, as in GLM. (CPM-Bee's documents define another pattern.)
-        objective: pretraining objective.
+        objective: pretraining objective, such as "next token" or "masked tokens".
         positions: "learned": a table of max_seq_len positions; "rotary" and "alibi" (bias by
             distance): no maximum, trained up to max_seq_len; "relative": bucketed distances.
         has_images: True if the input is pixels instead of tokens.
-        sentinel: format of the tokens that mark masked spans, with {} for the span's index.
+        sentinel: format of the tokens that mark masked spans, with {} for the span's index, such as
+            T5's "<extra_id_{}>"; "" for none.
         ends_inside: True if the EOS token is part of the text in which spans are masked; if
             False, it is appended to source and target.
         marks_between: number of EOS tokens between two texts in one sequence.

@@ -34,7 +34,7 @@ class WeightNames:
         return cast(nn.Module, self)
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each redundant checkpoint tensor to the original name."""
+        """Return a dict from the name of each checkpoint tensor that is a copy to its original."""
         return {}
 
     def all_rules(self) -> list[WeightRule]:

@@ -152,9 +152,9 @@ class WeightRule:
         return tensor if self.index is None else tensor[self.index]
 
     def join(self, parts: Sequence[Tensor], rules: Sequence[WeightRule]) -> Tensor:
-        """Join the parts of a checkpoint tensor in row order, given their rules.
+        """Return the checkpoint tensor that consists of `parts`, given in row order.
 
-        Called on the rule of the first part.
+        `self` is the first of their `rules`.
         """
         if self.step > 1:
             joined = torch.stack(tuple(parts), self.part_dim + 1)
@@ -215,7 +215,7 @@ def _fill_numbers(published: str, match: re.Match[str]) -> str:
 
 
 def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]]) -> str:
-    """Return the name under which a tensor is saved that published checkpoints do not contain."""
+    """Return the saved name of a tensor that published checkpoints do not contain."""
     module, _, key = name.rpartition(".")
     if key in PACKED_KEYS:
         for pattern, rule in patterns:
@@ -229,7 +229,7 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
 def _expand_family(
     patterns: list[tuple[re.Pattern[str], WeightRule]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[WeightRule]:
-    """Expand the family's rules to these tensors; omit fused tensors that are incomplete."""
+    """Expand the family's rules to the tensors in `shapes`; omit incomplete fused tensors."""
     fused: dict[tuple[str, str], list[int]] = {}
     out: list[WeightRule] = []
     for name, shape in shapes.items():
@@ -259,9 +259,9 @@ def _expand_family(
 def _fit_parts_(
     rules: list[WeightRule], indices: list[int], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Set the row ranges of the parameters in a fused tensor from the shapes of the parameters.
+    """Set each rule's row range (`part`) in a fused tensor from the shapes of the parameters.
 
-    If the rows of a resized layer cannot be divided into the groups, its parts are concatenated.
+    If a resized layer's rows do not divide evenly into groups, its parameters are concatenated.
     """
     dim = rules[indices[0]].part_dim
     rows = [shapes[rules[index].ours][dim] for index in indices]

@@ -1,8 +1,8 @@
 """Parallelism: data, tensor, pipeline, context and expert parallel training of one model.
 
-Start reading at `parallelize.py`, which applies all kinds in a fixed order, then `layout.py`. The
-package does not import `nn` or `models`: a model provides name globs that say which parameters to
-shard. `plan` (`planner/search.py`) chooses a layout for given machines.
+Start reading at `parallelize.py`, which applies all forms of parallelism in a fixed order, then
+`layout.py`. The package does not import `nn` or `models`: a model provides name globs of the
+parameters to shard. `plan` (`planner/search.py`) chooses a layout for given machines.
 """
 
 from bmforge.memory.gradients import offloaded_gradient

@@ -43,7 +43,7 @@ class Rules(PipelineRules, Cuts, Protocol):
 
 @dataclass(frozen=True)
 class Division:
-    """Validated plan of `parallelize`: sharding units, sharding styles, stages and precision."""
+    """Validated plan of `parallelize`: sharding units and styles, pipeline stages, precision."""
 
     units: tuple[Unit, ...]
     styles: dict[str, Cut]
@@ -68,7 +68,7 @@ class Division:
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
     def without_dropped(self, model: nn.Module) -> Self:
-        """Return a copy of the plan without the modules that this pipeline rank dropped."""
+        """Return a copy of the plan without the modules that `model` no longer has on this rank."""
         left = {id(module) for module in model.modules()}
         return replace(
             self,
@@ -89,8 +89,8 @@ def find_division(
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: compute precision of the blocks, and whether trained 16-bit parameters are upcast to
-            fp32 master weights.
+        half: pair (compute precision of the blocks, True to upcast trained 16-bit parameters to
+            fp32 master weights).
     """
     precision, master_weights = half
     problems = layout.problems(world.size)

@@ -51,7 +51,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def cut_evenly(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's equal chunk of `x` along `dim`."""
+    """Split `x` along `dim` into equal chunks, and return this rank's chunk."""
     return x.chunk(group.size(), dim)[group.rank()]
 
 

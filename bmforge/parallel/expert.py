@@ -43,7 +43,7 @@ __all__ = [
 
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 Dispatch = Callable[[Tensor, Tensor, int, RunExperts], Tensor]
-# Axes along which processes work on different rows, the fastest-varying axis first.
+# Axes along which processes process different samples, the fastest-varying axis first.
 _ROW_AXES = ("dp_shard", "dp_replicate")
 
 

@@ -85,7 +85,7 @@ def _overlap(parameter: nn.Parameter, other: nn.Parameter) -> bool:
 
 
 def _extent(tensor: nn.Parameter) -> tuple[int, int]:
-    """Return the byte offsets of a tensor's begin and end in its storage."""
+    """Return the byte offsets of a tensor's start and end in its storage."""
     first = tensor.storage_offset()
     steps = (n - 1 for n in tensor.shape)
     last = first + sum(n * stride for n, stride in zip(steps, tensor.stride(), strict=True))

@@ -146,7 +146,7 @@ class _Reach(torch.autograd.Function):
 
 
 def _reach_all_experts_(units: Sequence[nn.Module]) -> None:
-    """Give experts without a token zeros as gradients.
+    """Give experts that received no tokens zero gradients.
 
     FSDP2 reduces only the parameters that have a gradient. If a model keeps its experts in a list
     and calls only those with tokens, the processes would reduce buffers of different sizes.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel, load_weights_
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.models.transformers.stages import run_stage, stage_modules
 from bmforge.parallel import (
     Layout,
@@ -150,7 +150,7 @@ def save_small_model(kind: str, directory: Path) -> None:
     Raises:
         Exception: the architecture cannot be built with small sizes.
     """
-    build_twin(default_config(kind), "language_model").save_pretrained(directory)
+    build_small_copy(default_config(kind), "language_model").save_pretrained(directory)
 
 
 def compare_layout(

@@ -12,7 +12,7 @@ from bmforge.infer import generate
 from bmforge.models import AutoModel, LayoutRules, load_weights_
 from bmforge.models.changes import Change
 from bmforge.models.pack import quantize_
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.parallel import Layout, parallelize
 from bmforge.parallel.check import plan_pipeline
 from bmforge.testing import run_distributed
@@ -148,7 +148,7 @@ def test_packed_layers_are_not_sharded(tmp_path: Path) -> None:
     ],
 )
 def test_other_heads_on_sharded_weights(kind: str, head: str, tmp_path: Path) -> None:
-    plain = build_twin(default_config(kind), head)
+    plain = build_small_copy(default_config(kind), head)
     plain.save_pretrained(tmp_path)
     batch = find_example(plain, head).inputs
     assert compare_layout(tmp_path, Layout(zero=3), batch=batch) == ""

@@ -20,7 +20,7 @@ from test_tune_and_serve import ANSWERS, ask, write_chats
 from bmforge.cli import main
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.recipes.adapter_dirs import merge_adapter
 from bmforge.testing import assert_close
 from bmforge.train import read_metrics
@@ -58,7 +58,7 @@ LOOP = """
 def write_base(kind: str, folder: Path) -> Path:
     """Write a small random model with a chat tokenizer."""
     write_bpe(folder, TEMPLATE)
-    model = build_twin(transformers.AutoConfig.for_model(kind), "language_model")
+    model = build_small_copy(transformers.AutoConfig.for_model(kind), "language_model")
     model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.forced_eos_token_id = 2, None

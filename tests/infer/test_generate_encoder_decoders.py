@@ -11,7 +11,7 @@ import torch
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, GenerationConfig, Request, generate
 from bmforge.models import AutoModel
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.tune.delta import Lora
 
 transformers = pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ PUBLISHED = {
 
 def make_models(kind: str, folder: Path, **published: Any) -> tuple[Any, Any]:
     """Return a small model of transformers and the same model in bmforge."""
-    plain = build_twin(transformers.AutoConfig.for_model(kind), "sequence_to_sequence")
+    plain = build_small_copy(transformers.AutoConfig.for_model(kind), "sequence_to_sequence")
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
         for parameter in plain.parameters():

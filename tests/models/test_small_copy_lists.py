@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from bmforge.models.transformers.small_copy import LAYERS, build_twin, shrink_config
+from bmforge.models.transformers.small_copy import LAYERS, build_small_copy, shrink_config
 
 CONFIGS = {
     "Qwen3Config": ("sliding_attention", "full_attention"),
@@ -30,13 +30,13 @@ def test_lists_have_an_entry_per_layer(kind: str, layers: int) -> None:
     assert small.num_hidden_layers == LAYERS == len(small.layer_types)
     assert set(small.layer_types) == set(kinds)
     if layers == 3:
-        build_twin(config, "language_model")
+        build_small_copy(config, "language_model")
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "gemma4"])
 def test_lists_of_sizes_and_overrides_fit_the_small_depth(kind: str) -> None:
     """Gemma 3n has one MLP width per layer, Gemma 4 another head width in some layers."""
-    twin = build_twin(transformers.AutoConfig.for_model(kind), "language_model")
+    twin = build_small_copy(transformers.AutoConfig.for_model(kind), "language_model")
     text = twin.config.get_text_config(decoder=True)
     assert text.num_hidden_layers == LAYERS == len(text.layer_types)
     again = type(text).from_dict(text.to_dict())  # a saved config is read again

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
-from bmforge.models.transformers.small_copy import build_twin, shrink_config
+from bmforge.models.transformers.small_copy import build_small_copy, shrink_config
 from bmforge.testing.foreign_inputs import Example, find_example
 from bmforge.testing.foreign_layouts import default_config
 from bmforge.tune.delta import Lora
@@ -56,7 +56,7 @@ KINDS = [
 def sample(kind: str, head: str, tmp_path: Path) -> tuple[Path, Example]:
     config = default_config(kind)
     config.get_text_config().pad_token_id = config.pad_token_id = 0
-    plain = build_twin(config, head)
+    plain = build_small_copy(config, head)
     plain.save_pretrained(tmp_path)
     return tmp_path, find_example(plain, head)
 
@@ -101,7 +101,7 @@ def test_loss_gradients_adapters_and_int8(modality: str, sample: tuple[Path, Exa
 
 def test_decoder_inputs_are_shifted_labels(tmp_path: Path) -> None:
     """FSMT does not shift labels itself; it gets the decoder's inputs of transformers' collator."""
-    plain = build_twin(default_config("fsmt"), "sequence_to_sequence")
+    plain = build_small_copy(default_config("fsmt"), "sequence_to_sequence")
     plain.save_pretrained(tmp_path)
     inputs = dict(find_example(plain, "sequence_to_sequence").inputs)
     del inputs["decoder_input_ids"]

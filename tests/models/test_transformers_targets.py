@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
 from bmforge.models.quantize import quantize_directory
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.nn.foreign_experts import PackedForeignExperts, foreign_stacks, is_foreign_experts
 from bmforge.nn.packing import find_preset
 from bmforge.train import OptimConfig, TrainConfig, Trainer
@@ -26,7 +26,7 @@ MIXTURES = ("olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
 
 
 def twin(kind: str) -> Any:
-    return build_twin(transformers.AutoConfig.for_model(kind), "language_model")
+    return build_small_copy(transformers.AutoConfig.for_model(kind), "language_model")
 
 
 def tokens(rows: int = 2, count: int = 12) -> torch.Tensor:

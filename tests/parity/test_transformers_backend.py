@@ -17,7 +17,7 @@ from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
 from bmforge.models.transformers.library import config_from_json
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.tune.delta import Lora
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp(request.param)
-    plain = build_twin(transformers.AutoConfig.for_model(request.param), "language_model")
+    plain = build_small_copy(transformers.AutoConfig.for_model(request.param), "language_model")
     plain.generation_config.eos_token_id = None
     plain.generation_config.forced_eos_token_id = None
     plain.save_pretrained(directory)
@@ -103,7 +103,9 @@ def test_loss_and_gradients(pair: Pair, num_items: float | None) -> None:
 @pytest.mark.parametrize("kind", ["opt", "cohere"])  # opt's code does not call the whole body
 def test_loss_with_trained_tokens_of_the_head(kind: str, tmp_path: Path) -> None:
     """The loss is the cross-entropy of the logits, which include the adapter of the head."""
-    build_twin(transformers.AutoConfig.for_model(kind), "language_model").save_pretrained(tmp_path)
+    build_small_copy(transformers.AutoConfig.for_model(kind), "language_model").save_pretrained(
+        tmp_path
+    )
     ours, ids = AutoModel.from_pretrained(tmp_path, backend="transformers"), tokens(2, 9)
     delta = Lora(ours, targets=["v_proj"], rank=2, trainable_token_indices=ids[0, :3].tolist())
     with torch.no_grad():

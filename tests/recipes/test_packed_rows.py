@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bmforge.models import AutoModel
 from bmforge.models.hub import FAMILIES
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.recipes.inputs.conversation_rows import EncodedRow, PackedConversations, pack_rows
 from bmforge.recipes.inputs.examples import collate
 from bmforge.testing import assert_close
@@ -104,7 +104,7 @@ def test_models_that_mix_documents_get_one_per_row(
 ) -> None:
     """Rows have one conversation, and padding behind it changes no gradient."""
     transformers = pytest.importorskip("transformers")
-    twin = build_twin(transformers.AutoConfig.for_model(kind), "language_model")
+    twin = build_small_copy(transformers.AutoConfig.for_model(kind), "language_model")
     twin.save_pretrained(tmp_path)
     model = AutoModel.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert type(model).separates_documents(model.config) == separates

@@ -13,7 +13,7 @@ from bmforge.cli import main
 from bmforge.data import TokenStoreWriter
 from bmforge.models import AutoModel
 from bmforge.models.transformers import TransformersModel
-from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
+from bmforge.models.transformers.small_copy import VOCABULARY, build_small_copy
 from bmforge.train import read_metrics
 
 transformers = pytest.importorskip("transformers")
@@ -26,9 +26,9 @@ LOOP = """
 
 def test_pretraining_continues_from_a_directory(tmp_path: Path) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
-    build_twin(transformers.AutoConfig.for_model("ernie4_5"), "language_model").save_pretrained(
-        start
-    )
+    build_small_copy(
+        transformers.AutoConfig.for_model("ernie4_5"), "language_model"
+    ).save_pretrained(start)
     with TokenStoreWriter(tmp_path / "tokens", vocab_size=VOCABULARY) as writer:
         for number in range(60):
             writer.add_item([5 + (number + 3 * place) % 100 for place in range(40)])

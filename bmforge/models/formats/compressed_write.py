@@ -92,12 +92,12 @@ def save_compressed(
 
 
 def check_compressed(model: Any) -> None:
-    """Raise `ConfigError` if the format cannot represent the model (also on the meta device)."""
+    """Raise `ConfigError` if the format cannot represent the model; the meta device suffices."""
     _check(model, _Source(model).stems)
 
 
 class _Source:
-    """Converts a model to tensors of this format, one packed layer or other tensor at a time.
+    """Converts a model to compressed-tensors, one packed layer or one other tensor at a time.
 
     Attributes:
         stems: mapping from the module name of each packed layer to its Hugging Face name.
@@ -208,7 +208,7 @@ def find_zero_points(store: MatrixStore) -> Tensor | None:
 
 
 def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
-    """Return bits, group size, and True for row scales with 8-bit activations."""
+    """Return the bits, the group size, and True if activations are int8 and scales per row."""
     return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 

@@ -181,7 +181,11 @@ class _Metadata:
         return entry.shape[dim]
 
     def check_heads(self, raw: dict[str, Any], architecture: Architecture) -> None:
-        """Set the head dim in `raw`; contradictory keys stay unread, so the family rejects them."""
+        """Set the head dim in `raw`, and check the file's sizes against the tensor shapes.
+
+        Keys that contradict the head dim stay in the metadata that was not read, so that the family
+        rejects them as unknown fields.
+        """
         heads, width = self.number("attention.head_count"), self.number("embedding_length")
         if type(heads) is not int or heads < 1:
             raise CheckpointError(
@@ -246,7 +250,7 @@ def _llama(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _minicpm(raw: dict[str, Any], own: _Metadata) -> None:
-    """Convert the factors on residuals and logits to the config fields that determine them."""
+    """Convert the residual and logit scales in the metadata to MiniCPM's config fields."""
     raw["scale_depth"] *= math.sqrt(raw["num_hidden_layers"])
     if not raw["dim_model_base"] > 0:
         raise CheckpointError(
@@ -293,7 +297,7 @@ def _falcon(raw: dict[str, Any], own: _Metadata) -> None:
 
 
 def _gpt_oss(raw: dict[str, Any], own: _Metadata) -> None:
-    """Set the fields that llama.cpp implies; an absent scaling is written as "default"."""
+    """Set the fields that llama.cpp implies; without scaling, rope_type is "default"."""
     raw["attention_bias"] = "blk.0.attn_q.bias" in own.header.tensors
     scaling = raw["rope_scaling"] or {"rope_type": "default"}
     is_yarn = scaling["rope_type"] == "yarn"

@@ -28,7 +28,7 @@ _LLAMA3 = {
 def read_rope(header: GgufHeader, kind: str, head_dim: int) -> tuple[dict[str, Any], set[str]]:
     """Return config.json's rotary fields, and the metadata keys from which they are derived.
 
-    Any other key would change llama.cpp's outputs in a way that no config field expresses.
+    No config field expresses the effect of other "rope." keys on llama.cpp's outputs.
 
     Args:
         header: header of the file.

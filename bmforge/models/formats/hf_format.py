@@ -202,7 +202,7 @@ class WeightFiles:
         return self._gguf.rules_for(model) if self._gguf else model.rules_for(names)
 
     def head_names(self, model: Any) -> set[str]:
-        """Return the names of tensors that may belong to other heads."""
+        """Return the checkpoint names of tensors that belong to heads other than the model's."""
         if self._gguf:
             return self._gguf.head_names()
         config = model.config
@@ -249,8 +249,8 @@ def plan_files(
         sizes: mapping from tensor name to size in bytes, in the order of writing.
         max_file_bytes: maximum size of a file, except for a single larger tensor.
         homes: mapping from tensor name to pipeline stage; a file has tensors of one stage only.
-        changed: whether only bmforge builds a model with these tensors; their files then have
-            names that transformers does not open.
+        changed: whether only bmforge can load these tensors; the files then get names that
+            transformers does not look for.
 
     Returns:
         mapping from file name to tensor names

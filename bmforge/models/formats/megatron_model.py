@@ -113,7 +113,7 @@ def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
 
 
 def save_megatron(model: Model, directory: str | Path, degree: int) -> None:
-    """Write an unmodified model as shards for the original programs, with its config.json.
+    """Write an unmodified model as shards for the models' original code, with its config.json.
 
     Args:
         model: CPM1, CPM2 (without experts) or EVA model.

@@ -218,8 +218,8 @@ def _place_post_norm(name: str, num_layers: int) -> str:
     """Return the name that ModelCenter uses for a norm of a post-norm model.
 
     In ModelCenter every norm belongs to the layer after it: the embedding's norm to the first
-    attention, the norm after attention to the MLP, and the norm after the MLP to the next block or
-    the end.
+    attention, the norm after attention to the MLP, and the norm after the MLP to the next block or,
+    in the last block, to the end of the stack (the final norm).
     """
     match = re.fullmatch(r"(?:layers\.(\d+)\.(attn|mlp)|embed)_norm\.(\w+)", name)
     if match is None:

@@ -244,7 +244,7 @@ def read_old_config(
     tensors: Mapping[str, Tensor],
     allow_unknown: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the config fields with bmforge's names; the family may lack some of them.
+    """Return the config fields with bmforge's names; the family may not have all of them.
 
     Args:
         family: a name in `OLD_FAMILIES`.
@@ -291,7 +291,7 @@ def read_old_config(
 
 
 def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict with `max_seq_len` if the position table has unused rows; otherwise {}."""
+    """Return {"max_seq_len": number of usable positions} if the table has more rows, else {}."""
     if family in ("Roberta", "Longformer"):
         return {"max_seq_len": old_config["position_size"] - old_config["pad_token_id"] - 1}
     return {"max_seq_len": old_config["position_size"] - 1} if family == "GLM" else {}

@@ -72,7 +72,7 @@ class _Entry(NamedTuple):
 
 
 class FileReads(Protocol):
-    """Interface of file readers; must be thread-safe."""
+    """Interface of file readers; implementations must be thread-safe."""
 
     def open(self, path: Path) -> int:
         """Open a file and return its descriptor."""
@@ -232,7 +232,7 @@ class Read:
     Args:
         file: file with the tensor.
         name: name of the tensor.
-        slices: one slice per dim of the tensor, also with a step.
+        slices: one slice per dim of the tensor, optionally with a step.
         target: tensor with the slice's shape and any dtype, strides and device.
     """
 
@@ -270,7 +270,7 @@ class Read:
             target.copy_(buffer)
 
     def _run_strided(self, target: Tensor, dtype: torch.dtype) -> None:
-        """Read everything between the first and the last element, and copy the needed ones."""
+        """Read all bytes from the first to the last element, and copy the slice's elements."""
         dense = tuple(slice(part.start, part.stop) for part in self.slices)
         buffer = torch.empty([part.stop - part.start for part in dense], dtype=dtype)
         self.file.fill(self.name, dense, buffer)

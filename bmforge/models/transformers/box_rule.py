@@ -22,7 +22,8 @@ class BoxRule(WeightRule):
     Args:
         box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
             parameter.
-        order: index of each dim of the stored tensor among the parameter's stored dims.
+        order: permutation of dims: dim d of the stored tensor is number `order[d]` of the parameter
+            dims that the stored tensor has.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor. With `step`, the
             rows of the region are `step` apart in the stored tensor.
@@ -64,9 +65,9 @@ class BoxRule(WeightRule):
         return slice(first + start * self.step, end, self.step if self.step > 1 else None)
 
     def _overlap(self, dim: int, box: Box) -> tuple[int, int]:
-        """Return the range of dim `dim` in the stored tensor that a region of the parameter covers.
+        """Return the range of stored elements in the region `box` along parameter dim `dim`.
 
-        The range is (start, stop), and empty (start >= stop) if they are disjoint.
+        The range is (start, stop), and empty (start >= stop) if the region contains none.
         """
         start, stop, step, _ = self.box[dim]
         low, high = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
@@ -102,7 +103,7 @@ class BoxRule(WeightRule):
         return math.prod(self._own_shape())
 
     def join(self, parts: Sequence[Tensor], rules: Sequence[WeightRule]) -> Tensor:
-        """Write the regions into a tensor; rows outside them are padding, stored as zeros."""
+        """Assemble the stored tensor from the regions in `parts`; rows outside of them are 0."""
         if self.part is None:
             return parts[0].contiguous()
         shape = list(parts[0].shape)

@@ -101,7 +101,7 @@ def fit_config(hf_config: Any, chosen: Any) -> Any:
 
 
 def build_module(hf_config: Any, head: str, dtype: torch.dtype) -> Built:
-    """Build a config's model on the meta device.
+    """Build the transformers model of a config on the meta device.
 
     Raises:
         ConfigError: transformers cannot build it, for example because it needs another library.

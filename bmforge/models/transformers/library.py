@@ -57,10 +57,10 @@ def load_library(purpose: str = "A model without a native family") -> ModuleType
     """Import and return transformers.
 
     Args:
-        purpose: subject of the error message.
+        purpose: what needs transformers; the subject of the error message.
 
     Raises:
-        MissingDependencyError: transformers is not installed; the message names the extra.
+        MissingDependencyError: transformers is not installed; the message names the pip extra.
     """
     try:
         return importlib.import_module("transformers")

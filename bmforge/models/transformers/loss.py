@@ -56,10 +56,13 @@ class LanguageLoss:
     def __call__(
         self, arguments: dict[str, Any], labels: Tensor, num_items: float | Tensor | Measure | None
     ) -> Tensor:
-        """Return the summed cross-entropy divided by `num_items`, or the scores of a `Measure`.
+        """Return the summed cross-entropy divided by `num_items`.
+
+        If `num_items` is a function (`nn.Measure`), return the K scores that it computes for every
+        token, such as log-probabilities, instead of the loss.
 
         Shape:
-            labels: (B, T), not shifted; scores: (K, B * T)
+            labels: (B, T), not shifted; returns a scalar, or scores (K, B * T)
         """
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if callable(num_items):
@@ -87,7 +90,7 @@ class LanguageLoss:
         return type(head) is nn.Linear and is_whole and not list(adapters_of(head))
 
     def _measure(self, inputs: dict[str, Any], targets: Tensor, measure: Measure) -> Tensor:
-        """Return the scores of a `Measure` for every token, without a load-balancing loss.
+        """Return the per-token scores of `measure`, without a load-balancing loss.
 
         Raises:
             ConfigError: the head is not an unmodified linear layer.
@@ -108,7 +111,7 @@ class LanguageLoss:
         return linear_cross_entropy(flat, weight, targets.flatten(), bias, num_items)
 
     def _head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the flattened hidden states, and the weight and bias of a linear head."""
+        """Return the hidden states as (B * T, D), and the weight and bias of the linear head."""
         head: Any = self.foreign.get_submodule(self.structure.head)
         factor = self.behavior.factor
         flat, bias = hidden.flatten(0, 1), None if head.bias is None else _local(head.bias)

@@ -94,7 +94,7 @@ class TransformersModel(Model):
 
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
-        """Build a config's model on the meta device, without adapters and other changes."""
+        """Build the model of a config on the meta device, without adapters and other changes."""
         return cls(config, dtype)
 
     def train(self, mode: bool = True) -> TransformersModel:
@@ -123,9 +123,9 @@ class TransformersModel(Model):
     def shifts_labels(self) -> bool:  # type: ignore[override]
         """True if position t predicts label t + 1, so that the model shifts labels.
 
-        transformers lists some decoders that read speech, such as Qwen2-Audio, with the
-        encoder-decoders, and some encoder-decoders that read images, such as Pix2Struct, with the
-        decoders.
+        The auto class does not suffice to decide this: transformers lists Qwen2-Audio, a decoder
+        with speech input, with the encoder-decoders, and Pix2Struct, an encoder-decoder with image
+        input, with the decoders.
         """
         head = self.config.head
         return head == "language_model" or (head in _WRITERS and not is_seq2seq(self.foreign))
@@ -150,7 +150,7 @@ class TransformersModel(Model):
         return f"{head or 'lm_head'}.weight", f"{embed or 'embed'}.weight"
 
     def tied_copies(self) -> dict[str, str]:
-        """Return a dict from the name of each tied weight to the name of the original."""
+        """Return a dict from the name of each tied weight to the name of the weight it shares."""
         return dict(self._ties)
 
     def all_rules(self) -> list[WeightRule]:
@@ -242,12 +242,12 @@ class TransformersModel(Model):
         )
 
     def called_linear(self) -> list[str]:
-        """Return the names of the blocks' linear layers whose weight no other module reads."""
+        """Return the blocks' linear layers whose `weight` is used only by calling the layer."""
         uncalled = {*find_uncalled(self, self._linear), *self.read_outside(self._linear)}
         return [name for name in self._linear if name not in uncalled]
 
     def read_outside(self, names: Collection[str]) -> list[str]:
-        """Return the layers in `names` whose weight other modules read without calling them."""
+        """Return the layers in `names` whose `weight` another module accesses directly."""
         return [name for name in names if self._general.get(name, "") in self.behavior.read]
 
     def untrained(self, names: Collection[str]) -> list[str]:

@@ -154,7 +154,7 @@ def _owners(
 def _rules_of(
     published: str, tensor: Tensor, owners: Mapping[int, tuple[str, Tensor]], tracking: _Tracking
 ) -> list[WeightRule] | None:
-    """Return the `WeightRule`s of a stored tensor; None if it has values of no parameter."""
+    """Return the `WeightRule`s of a stored tensor; None if some values come from no parameter."""
     if id(tensor) in tracking.joined:
         return _rules_of_parts(published, *tracking.joined[id(tensor)][1:], owners, tracking)
     if id(tensor) in tracking.merged:
@@ -171,7 +171,11 @@ def _rules_of(
 
 
 def _view_of_member(tensor: Tensor, tracking: _Tracking) -> Tensor | None:
-    """Return a view of one part of a concatenation as a view of the part itself; None if none."""
+    """Return a view within one of several concatenated tensors as a view of that tensor itself.
+
+    Return None if `tensor` is no view of a recorded concatenation, or extends over several of the
+    concatenated tensors.
+    """
     for joined, members, dim in tracking.joined.values():
         view = _find_box(tensor, joined) if _storage_of(joined) == _storage_of(tensor) else None
         if view is None:
@@ -198,10 +202,11 @@ def _rules_of_merged(
     owners: Mapping[int, tuple[str, Tensor]],
     tracking: _Tracking,
 ) -> list[WeightRule] | None:
-    """Return the rules of a copy of `view` with merged dims, as of heads and their rotary pairs.
+    """Return the `WeightRule`s of a stored tensor `out`, a reshape of `view` that merges dims.
 
-    Every index of the merged dims but the largest one gives a rule, whose rows alternate with those
-    of the other rules.
+    An example is merging the dims (head, 2, H / 2) of rotary pairs into rows. The largest merged
+    dim stays a range of rows; there is one rule for each index of the other merged dims, and the
+    rows of these rules alternate in `out`.
     """
     dim = next(d for d, size in enumerate(out.shape) if view.shape[d] != size)
     count = view.dim() - out.dim() + 1
@@ -244,7 +249,7 @@ def _rules_of_parts(
     owners: Mapping[int, tuple[str, Tensor]],
     tracking: _Tracking,
 ) -> list[WeightRule] | None:
-    """Return the rules of a concatenation; padding with zeros has none."""
+    """Return the `WeightRule`s of a concatenation of `members`; zero padding has no rule."""
     total = sum(member.shape[dim] for member in members)
     out: list[WeightRule] = []
     first = 0
@@ -284,7 +289,7 @@ def _find_box(
 
 
 def _dim_of(size: int, stride: int, owner: Tensor, sizes: Sequence[tuple[Any, ...]]) -> int | None:
-    """Return the dim of the parameter that corresponds to a dim of a view, or None."""
+    """Return the parameter dim with which a view dim of this size and stride agrees, or None."""
     free = [dim for dim in range(owner.dim()) if not sizes[dim][3]]
     for dim in free:
         own = owner.stride(dim)

@@ -1,4 +1,4 @@
-"""Tests the behavior of an architecture on a small copy (twin), to prevent silent errors.
+"""Tests the behavior of an architecture on a small copy of the model, to prevent silent errors.
 
 A config does not show how logits are computed from hidden states, how packed documents can be
 separated, whether decoding with the KV cache is exact (also with padding), which layers are never
@@ -26,7 +26,7 @@ from bmforge.models.transformers.calls import (
     with_hidden,
     wrap_encoded,
 )
-from bmforge.models.transformers.small_copy import VOCABULARY, build_twin
+from bmforge.models.transformers.small_copy import VOCABULARY, build_small_copy
 from bmforge.models.transformers.stages import SplitPoints, find_split_points
 from bmforge.models.transformers.structure import Structure, find_structure
 from bmforge.models.transformers.weight_use import find_untrained, noting_reads
@@ -35,14 +35,14 @@ from bmforge.nn.low_rank import linear_sizes
 
 __all__ = ["Behavior", "general_names", "probe_architecture"]
 
-_TOKENS = 24  # longer than the twin's sliding window of 16, so that the window has an effect
+_TOKENS = 24  # longer than the small copy's sliding window of 16, so that the window has an effect
 _ATOL = 1e-4
 _ENCODER_HEADS = ("masked_lm", "sequence_classification", "token_classification")
 
 
 @dataclass(frozen=True)
 class Behavior:
-    """Observed behavior of an architecture, tested on a small copy (twin).
+    """Observed behavior of an architecture, tested on a small copy of the model.
 
     Args:
         head: "linear" if logits are the output layer's result times `factor`; "own" if the model
@@ -57,12 +57,12 @@ class Behavior:
             "prompt" (pass a mask for the prompt only, with recurrent layers), "whole" (recompute
             the whole sequence at every step), or "" (not possible).
         idle: names (see `general_names`) of the modules that are never called.
-        read: general names of the linear layers whose weight other modules read, or whose forward
-            is not a single product of input and weight.
+        read: general names of the linear layers whose `weight` another module accesses directly,
+            or whose forward is not a single product of input and weight.
         untrained: general names of the linear layers that get no gradient.
         split_points: result of `find_split_points`: how the blocks can be split into pipeline
             stages.
-        reason: error that prevented the test of the twin; "" if it was tested.
+        reason: error that prevented the test; "" if the architecture was tested.
     """
 
     head: str = "whole"
@@ -80,8 +80,8 @@ class Behavior:
 def general_names(module: nn.Module) -> dict[str, str]:
     """Return a dict from module name to general name, with class names instead of block indices.
 
-    Blocks of the same class behave alike, so that these names identify modules in both the model
-    and its twin.
+    Blocks of the same class behave alike, so these names identify modules in both the model and its
+    small copy.
     """
     modules = dict(module.named_modules())
 
@@ -96,7 +96,7 @@ def general_names(module: nn.Module) -> dict[str, str]:
 
 
 def probe_architecture(hf_config: Any, head: str) -> Behavior:
-    """Build a twin of an architecture, and return its observed behavior.
+    """Build a small copy of a model, and return the observed behavior of its architecture.
 
     Args:
         hf_config: transformers config of the model; only its sizes are changed.
@@ -109,20 +109,20 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
     if head not in tested:
         return untested
     try:
-        twin = build_twin(hf_config, head)
+        small_copy = build_small_copy(hf_config, head)
         if head == "sequence_to_sequence":
-            _, use = _observe_use(twin, _text_ids(), decoder_input_ids=_text_ids())
-            return replace(untested, caches=_continues_targets(twin), **use)
+            _, use = _observe_use(small_copy, _text_ids(), decoder_input_ids=_text_ids())
+            return replace(untested, caches=_continues_targets(small_copy), **use)
         if head in _ENCODER_HEADS:
-            return replace(untested, **_observe_use(twin, _text_ids())[1])
+            return replace(untested, **_observe_use(small_copy, _text_ids())[1])
         if head == "image_text_to_text":
-            kind, factor = _find_text_head(twin, find_structure(twin))
-            use = _observe_use(twin, _text_ids())[1]
+            kind, factor = _find_text_head(small_copy, find_structure(small_copy))
+            use = _observe_use(small_copy, _text_ids())[1]
             untrained = use["untrained"] - use["idle"]  # a text does not use the image encoder
             return replace(
                 untested, head=kind, factor=factor, read=use["read"], untrained=untrained
             )
-        return _probe(twin, find_structure(twin))
+        return _probe(small_copy, find_structure(small_copy))
     except Exception as error:  # any code of transformers may fail at small sizes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         get_logger().info(
@@ -136,62 +136,63 @@ def _text_ids() -> Tensor:
 
 
 @torch.no_grad()
-def _find_text_head(twin: Any, structure: Structure) -> tuple[str, float]:
+def _find_text_head(small_copy: Any, structure: Structure) -> tuple[str, float]:
     """Find out how the logits of a text are computed; see `_find_head`."""
-    return _find_head(twin, structure, _text_ids(), _run(twin, _text_ids()))
+    return _find_head(small_copy, structure, _text_ids(), _run(small_copy, _text_ids()))
 
 
 @torch.no_grad()
-def _probe(twin: Any, structure: Structure) -> Behavior:
+def _probe(small_copy: Any, structure: Structure) -> Behavior:
     ids = _text_ids()
-    logits, use = _observe_use(twin, ids)
-    kind, factor = _find_head(twin, structure, ids, logits)
-    caches = _continues(twin, ids, logits)
+    logits, use = _observe_use(small_copy, ids)
+    kind, factor = _find_head(small_copy, structure, ids, logits)
+    caches = _continues(small_copy, ids, logits)
     return Behavior(
         kind,
         factor,
-        packing=_find_packing(twin, ids),
+        packing=_find_packing(small_copy, ids),
         caches=caches,
-        padding=_find_padding(twin, ids, caches),
-        split_points=find_split_points(twin, structure, lambda: _run(twin, ids)),
+        padding=_find_padding(small_copy, ids, caches),
+        split_points=find_split_points(small_copy, structure, lambda: _run(small_copy, ids)),
         **use,
     )
 
 
 @torch.no_grad()
-def _observe_use(twin: Any, ids: Tensor, **options: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Run a twin; return its logits, and the fields of `Behavior` on the use of its layers."""
+def _observe_use(small_copy: Any, ids: Tensor, **options: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Run a small copy; return its logits and the `Behavior` fields idle, read and untrained."""
     called: set[str] = set()
-    general = general_names(twin)
+    general = general_names(small_copy)
     hooks = [
         part.register_forward_pre_hook(_note_call(general[name], called))
-        for name, part in twin.named_modules()
+        for name, part in small_copy.named_modules()
     ]
-    with noting_reads(twin) as read:
-        logits = _run(twin, ids, **options)
+    with noting_reads(small_copy) as read:
+        logits = _run(small_copy, ids, **options)
     for hook in hooks:
         hook.remove()
-    if read and _runs_without_reads(twin, ids, logits, **options):
+    if read and _runs_without_reads(small_copy, ids, logits, **options):
         read = set()  # T5 reads a dtype, if there is a weight
     return logits, {
         "idle": frozenset(set(general.values()) - called),
-        "read": frozenset(general[name] for name in read) | _find_unusual(twin, ids, **options),
-        "untrained": _find_untrained(twin, ids, **options),
+        "read": frozenset(general[name] for name in read)
+        | _find_unusual(small_copy, ids, **options),
+        "untrained": _find_untrained(small_copy, ids, **options),
     }
 
 
-def _runs_without_reads(twin: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
-    """Return True if a twin gives the same logits when other modules read no weights."""
+def _runs_without_reads(small_copy: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
+    """Return True if the logits stay the same when reads of `weight` by other modules get None."""
     try:
-        with noting_reads(twin, hidden=True):
-            return torch.equal(_run(twin, ids, **options), logits)
+        with noting_reads(small_copy, hidden=True):
+            return torch.equal(_run(small_copy, ids, **options), logits)
     except Exception:  # the code of an architecture needs the weights
         return False
 
 
-def _find_unusual(twin: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
-    """Return the general names of linear layers whose forward is not `F.linear`."""
-    general, unusual = general_names(twin), set()
+def _find_unusual(small_copy: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
+    """Return the general names of linear layers whose output differs from `F.linear`."""
+    general, unusual = general_names(small_copy), set()
 
     def compare(name: str, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         try:
@@ -204,28 +205,28 @@ def _find_unusual(twin: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
 
     hooks = [
         layer.register_forward_hook(partial(compare, name))
-        for name, layer in twin.named_modules()
+        for name, layer in small_copy.named_modules()
         if linear_sizes(layer) is not None
         and type(layer).forward is not nn.Linear.forward
         and not is_conv1d(layer)
     ]
     if hooks:
-        _run(twin, ids, **options)
+        _run(small_copy, ids, **options)
     for hook in hooks:
         hook.remove()
     return frozenset(unusual)
 
 
-def _find_untrained(twin: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
+def _find_untrained(small_copy: Any, ids: Tensor, **options: Tensor) -> frozenset[str]:
     """Return the general names of the linear layers that get no gradient in any block."""
     try:
         with torch.enable_grad():
-            logits = _run(twin, ids, **options)
-            untrained = find_untrained(twin, logits.float().square().sum())
+            logits = _run(small_copy, ids, **options)
+            untrained = find_untrained(small_copy, logits.float().square().sum())
     except RuntimeError:  # the architecture does not support backward
         return frozenset()
-    layers = {n for n, m in twin.named_modules() if type(m) is nn.Linear}
-    general = general_names(twin)
+    layers = {n for n, m in small_copy.named_modules() if type(m) is nn.Linear}
+    general = general_names(small_copy)
     trained = {general[name] for name in layers - untrained}
     return frozenset(general[name] for name in untrained) - trained
 
@@ -234,20 +235,24 @@ def _note_call(name: str, called: set[str]) -> Callable[..., None]:
     return lambda module, args: called.add(name)
 
 
-def _run(twin: Any, ids: Tensor, **options: Any) -> Tensor:
-    return twin(**call_arguments(twin, {"input_ids": ids, **options}, cached=False)).logits
+def _run(small_copy: Any, ids: Tensor, **options: Any) -> Tensor:
+    return small_copy(
+        **call_arguments(small_copy, {"input_ids": ids, **options}, cached=False)
+    ).logits
 
 
-def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> tuple[str, float]:
+def _find_head(
+    small_copy: Any, structure: Structure, ids: Tensor, logits: Tensor
+) -> tuple[str, float]:
     """Find out how logits are computed; return `Behavior.head` and `Behavior.factor`."""
     if not structure.body:
         return "whole", 1.0
-    body = twin.get_submodule(structure.body)
+    body = small_copy.get_submodule(structure.body)
     out = body(**call_arguments(body, {"input_ids": ids}, cached=False))
     hidden = hidden_of(out)
     if hidden.shape[:2] != ids.shape:
         return "whole", 1.0
-    layer = twin.get_submodule(structure.head) if structure.head else None
+    layer = small_copy.get_submodule(structure.head) if structure.head else None
     if isinstance(layer, nn.Linear) and layer.in_features == hidden.shape[-1]:
         plain = layer(hidden)
         if plain.shape == logits.shape:
@@ -258,23 +263,23 @@ def _find_head(twin: Any, structure: Structure, ids: Tensor, logits: Tensor) -> 
     try:
         half = _TOKENS // 2
         part = with_hidden(out, hidden[:, half:])
-        with ReplacedChild(twin, structure.body, part):
-            same = torch.allclose(_run(twin, ids[:, half:]), logits[:, half:], atol=1e-5)
+        with ReplacedChild(small_copy, structure.body, part):
+            same = torch.allclose(_run(small_copy, ids[:, half:]), logits[:, half:], atol=1e-5)
     except Exception:  # the model uses more outputs of the body than the hidden states
         same = False
     return ("own" if same else "whole"), 1.0
 
 
-def _find_packing(twin: Any, ids: Tensor) -> str:
+def _find_packing(small_copy: Any, ids: Tensor) -> str:
     """Return the method that separates packed documents; see `Behavior.packing`."""
     first = 7
     documents = (torch.arange(_TOKENS) >= first).long()[None]
     positions = torch.cat((torch.arange(first), torch.arange(_TOKENS - first)))[None]
-    alone = torch.cat((_run(twin, ids[:, :first]), _run(twin, ids[:, first:])), 1)
+    alone = torch.cat((_run(small_copy, ids[:, :first]), _run(small_copy, ids[:, first:])), 1)
     mask = document_mask(documents, torch.float32)
     for kind, mask_options in (("positions", {}), ("mask", {"attention_mask": mask})):
         try:
-            packed = _run(twin, ids, position_ids=positions, **mask_options)
+            packed = _run(small_copy, ids, position_ids=positions, **mask_options)
         except Exception:  # the model does not accept the mask
             continue
         if packed.shape == alone.shape and torch.allclose(packed, alone, atol=_ATOL):
@@ -282,22 +287,22 @@ def _find_packing(twin: Any, ids: Tensor) -> str:
     return ""
 
 
-def _continues(twin: Any, ids: Tensor, logits: Tensor) -> bool:
+def _continues(small_copy: Any, ids: Tensor, logits: Tensor) -> bool:
     """Return True if decoding with the KV cache gives the same logits as one forward pass."""
-    return _matches_cached(twin, ids, logits, None, steps_masked=False)
+    return _matches_cached(small_copy, ids, logits, None, steps_masked=False)
 
 
 @torch.no_grad()
-def _continues_targets(twin: Any) -> bool:
+def _continues_targets(small_copy: Any) -> bool:
     """Return True if an encoder-decoder's cached decoding has the logits of one forward pass."""
-    name, past = cache_argument(twin), None
+    name, past = cache_argument(small_copy), None
     source, target = (torch.arange(_TOKENS).add(n).remainder(VOCABULARY)[None] for n in (5, 40))
     arguments: dict[str, Any] = {"input_ids": source, "decoder_input_ids": target}
-    logits = twin(**call_arguments(twin, arguments, cached=False)).logits
+    logits = small_copy(**call_arguments(small_copy, arguments, cached=False)).logits
     try:
         for step in range(_TOKENS if name else 0):
             arguments |= {"decoder_input_ids": target[:, step : step + 1], name: past}
-            out = twin(**call_arguments(twin, arguments, cached=True))
+            out = small_copy(**call_arguments(small_copy, arguments, cached=True))
             past, hidden = getattr(out, name, None), out.encoder_last_hidden_state
             if past is None or not torch.allclose(out.logits[:, -1], logits[:, step], atol=_ATOL):
                 return False
@@ -307,38 +312,38 @@ def _continues_targets(twin: Any) -> bool:
     return bool(name)
 
 
-def _find_padding(twin: Any, ids: Tensor, caches: bool) -> str:
+def _find_padding(small_copy: Any, ids: Tensor, caches: bool) -> str:
     """Return the method that decodes left-padded sequences exactly; see `Behavior.padding`."""
     first = 5
-    alone = _run(twin, ids[:, first:])
+    alone = _run(small_copy, ids[:, first:])
     padded = ids.clone()
     padded[:, :first] = 0
     mask = (torch.arange(_TOKENS) >= first).long()[None]
     alone = torch.cat((alone.new_zeros(1, first, alone.shape[-1]), alone), 1)
     for kind, steps_masked in (("mask", True), ("prompt", False)) if caches else ():
-        if _matches_cached(twin, padded, alone, mask, steps_masked=steps_masked):
+        if _matches_cached(small_copy, padded, alone, mask, steps_masked=steps_masked):
             return kind
     try:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        batched = _run(twin, padded, attention_mask=mask, position_ids=positions)
+        batched = _run(small_copy, padded, attention_mask=mask, position_ids=positions)
     except Exception:  # the model does not accept the mask
         return ""
     return "whole" if torch.allclose(batched[:, first:], alone[:, first:], atol=_ATOL) else ""
 
 
 def _matches_cached(
-    twin: Any, ids: Tensor, logits: Tensor, mask: Tensor | None, *, steps_masked: bool
+    small_copy: Any, ids: Tensor, logits: Tensor, mask: Tensor | None, *, steps_masked: bool
 ) -> bool:
     """Return True if a prompt and two steps with the KV cache give the expected logits.
 
     Args:
-        twin: small copy of the model.
+        small_copy: small copy of the model.
         ids: token ids of the prompt and the two steps.
         logits: expected logits at every position.
         mask: 0 for padding on the left, 1 for tokens; None without padding.
         steps_masked: also pass the mask to decoding steps, not only to the prompt.
     """
-    name = cache_argument(twin)
+    name = cache_argument(small_copy)
     if not name:
         return False
     past: Any = None
@@ -349,7 +354,7 @@ def _matches_cached(
             if mask is not None and positions is not None:
                 arguments["position_ids"] = positions[:, start:stop]
                 arguments["attention_mask"] = mask[:, :stop] if steps_masked or not start else None
-            out = twin(**call_arguments(twin, arguments, cached=True))
+            out = small_copy(**call_arguments(small_copy, arguments, cached=True))
             past = getattr(out, name, None)
             if past is None:
                 return False

@@ -1,8 +1,8 @@
-"""Builds a twin: a small copy of an architecture with random weights, used by `probe.py`.
+"""Builds a small copy of a transformers model, with random weights; used by `probe.py`.
 
 Whether an architecture separates packed documents or calls a layer depends on its code and config
-flags, not on its sizes. A twin shows this in milliseconds, before weights are loaded, and with the
-same result on every process of any layout.
+flags, not on its sizes. A small copy shows this in milliseconds, before weights are loaded, and
+with the same result on every process of any layout.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from bmforge.errors import ConfigError
 from bmforge.models.transformers.build import find_class, fit_config
 from bmforge.models.transformers.library import load_library, strict_error
 
-__all__ = ["LAYERS", "VOCABULARY", "build_twin", "shrink_config"]
+__all__ = ["LAYERS", "VOCABULARY", "build_small_copy", "shrink_config"]
 
 VOCABULARY, LAYERS = 160, 4
 # Larger copies take seconds and hundreds of MB: a size of the config is not in the table below.
 _MOST_ELEMENTS = 1 << 27
 _SPECIAL_IDS = 10  # the last ids of the vocabulary replace special tokens
 _HEADS, _KV_HEADS = 4, 2
-# Size in the twin -> fields of transformers configs that get this size.
+# Size in the small copy -> fields of transformers configs that get this size.
 _SIZES: dict[int, str] = {
     64: "hidden_size n_embd d_model dim embed_dim model_dim word_embed_proj_dim embedding_size "
     "emb_dim hidden_dim lru_width attention_hidden_size embedding_dim hidden_size_global "
@@ -148,7 +148,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 def shrink_config(hf_config: Any) -> Any:
     """Return a copy of a transformers config with small sizes and without dropout.
 
-    Every kind of layer remains, as do multi-head and multi-query attention.
+    Every layer type remains, and multi-head or multi-query attention remains what it is.
     """
     small = _shrink_(copy.deepcopy(hf_config))
     base = type(hf_config)
@@ -187,7 +187,7 @@ def _shrink_(config: Any) -> Any:
 
 
 def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the config fields to make smaller, with their new values."""
+    """Yield the name and the new value of each config field to make smaller."""
     heads = next((values[n] for n in _HEAD_FIELDS if isinstance(values.get(n), int)), None)
     layers = values.get("num_hidden_layers") or values.get("depth") or LAYERS
     ropes = values.get("qk_rope_head_dim")  # some configs repeat it as head_dim
@@ -207,7 +207,7 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         elif name in _LAYER_LISTS and isinstance(value, (list, tuple)) and len(value) > LAYERS:
             yield name, _first_of_each(list(value), name in (*_KIND_LISTS, "no_rope_layers"))
         elif name in _PER_LAYER and isinstance(value, (list, tuple)) and 0 < len(value) < LAYERS:
-            yield name, (list(value) * LAYERS)[:LAYERS]  # shorter than the twin
+            yield name, (list(value) * LAYERS)[:LAYERS]  # fewer entries than layers
         elif isinstance(value, dict) and "mrope_section" in value:
             yield name, {**value, "mrope_section": _shrink_sections(value, width)}
         elif name.endswith(("_indexes", "_indices")) and isinstance(value, (list, tuple)):
@@ -217,7 +217,10 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
-    """Return one value per layer of the twin, including as many kinds of layers as possible."""
+    """Shorten a config field with one value per layer to `LAYERS` values: the first ones.
+
+    With `keeps_kinds`, values that would then be missing replace the last of them.
+    """
     short = values[:LAYERS]
     missing: list[Any] = []  # values may be lists, which have no hash
     for value in values:
@@ -230,7 +233,7 @@ def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
 
 
 def _shrink_sections(rope: dict[str, Any], width: int) -> list[int]:
-    """Return the sections of a multimodal rotary embedding for heads of `width`."""
+    """Scale the `mrope_section` of a multimodal RoPE to heads of `width` dims."""
     sections = rope["mrope_section"]
     pairs = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
     total = sum(sections)
@@ -259,7 +262,7 @@ def _drop_dropout_(config: Any) -> None:
 
 
 class _LimitedSize(TorchFunctionMode):
-    """Mode that raises an error instead of building a copy that is not small."""
+    """Mode that raises an error if a model has more than `_MOST_ELEMENTS` parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,13 +277,14 @@ class _LimitedSize(TorchFunctionMode):
             self.elements += out.numel()
             if self.elements > _MOST_ELEMENTS:
                 raise ConfigError(
-                    f"with small sizes the model still has more than {_MOST_ELEMENTS} parameters."
+                    f"the small copy that tests the architecture has more than {_MOST_ELEMENTS} "
+                    "parameters, because bmforge does not know a size field of its config."
                 )
         return out
 
 
-def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
-    """Build a twin of an architecture, in fp32 on the CPU, in eval mode.
+def build_small_copy(hf_config: Any, head: str, seed: int = 0) -> Any:
+    """Build a small copy of a transformers model, in fp32 on the CPU, in eval mode.
 
     Args:
         hf_config: transformers config of the model.
@@ -295,8 +299,8 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
         torch.manual_seed(seed)
         chosen = find_class(config, head)
         with _LimitedSize():
-            twin = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
-        for parameter in twin.parameters():
+            small_copy = chosen._from_config(fit_config(config, chosen), dtype=torch.float32)
+        for parameter in small_copy.parameters():
             # A zero-initialized layer would hide the effect of its input.
             if parameter.numel() and not bool(parameter.detach().any()):
                 parameter.data.normal_(0, 0.02)
@@ -305,4 +309,4 @@ def build_twin(hf_config: Any, head: str, seed: int = 0) -> Any:
             part.eos_token_id = None
         except strict_error():  # this config must have one
             part.eos_token_id = -1
-    return twin.eval()
+    return small_copy.eval()

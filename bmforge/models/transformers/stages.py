@@ -4,7 +4,8 @@ transformers' own forward runs on every stage and computes masks, rotary tables 
 call, stand-ins replace the blocks of other stages: the stand-in before this stage's first block
 returns the activations of the previous stage, and the stand-in after this stage's last block ends
 the call. On later stages, a stand-in for the embedding returns zeros, which must not affect the
-result. Whether an architecture can be split in this way is tested on its twin (see `probe.py`).
+result. Whether an architecture can be split in this way is tested on a small copy of the model (see
+`probe.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class SplitPoints:
 
     Args:
         refusal: reason why the model cannot be split between its blocks; "" if it can.
-        forms: mapping from block class name to number of outputs; 0 for a tensor, not a tuple.
+        forms: mapping from block class name to the length of the tuple that the block returns; 0 if
+            it returns a tensor.
         after: names of the stack's sibling modules that run only after the last block.
     """
 
@@ -58,7 +60,7 @@ class SplitPoints:
 
 
 class _StandIn(nn.Module):
-    """Stand-in for a module of another pipeline stage; has the attributes of that module."""
+    """Stand-in for a module of another pipeline stage; forwards attribute access to that module."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class _OtherBlock(_StandIn):
 
     Args:
         source: the replaced block.
-        outputs: number of outputs of the block; 0 for a tensor instead of a tuple.
+        outputs: length of the tuple that the block returns; 0 if it returns a tensor.
         value: activations to return; if None, the input is returned.
         ends: True if the call ends at this block.
     """
@@ -165,7 +167,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> SplitPoints:
-    """Run the model once with hooks, and return its `SplitPoints`; stages are not tested."""
+    """Run the model once with hooks; return its `SplitPoints`, without testing the stages."""
     if not structure.stacks or not structure.embed:
         return SplitPoints("it has no stack of blocks after a token embedding")
     owner_name, _, leaf = structure.stacks[0].rpartition(".")
@@ -195,24 +197,26 @@ def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> Spli
     return SplitPoints("", forms, frozenset(after - early))
 
 
-def find_split_points(twin: Any, structure: Structure, run: Callable[[], Tensor]) -> SplitPoints:
+def find_split_points(
+    small_copy: Any, structure: Structure, run: Callable[[], Tensor]
+) -> SplitPoints:
     """Find out whether a model can be split between its blocks into pipeline stages.
 
     A small copy is split in two after each block in turn and must return the same logits.
 
     Args:
-        twin: small copy of the model; see `small_copy.py`.
+        small_copy: small copy of the model; see `small_copy.py`.
         structure: names of the model's main modules.
         run: function that returns the logits of the small copy.
     """
-    expected, split_points = run(), _observe(twin, structure, run)
+    expected, split_points = run(), _observe(small_copy, structure, run)
     if split_points.refusal:
         return split_points
-    total = len(list(twin.get_submodule(structure.stacks[0]).children()))
+    total = len(list(small_copy.get_submodule(structure.stacks[0]).children()))
     for cut in range(1, total):
         arrived: tuple[Tensor, ...] = ()
         for span in (Span(0, cut, total), Span(cut, total, total)):
-            modules = stage_modules(twin, twin, structure, split_points, span, arrived)
+            modules = stage_modules(small_copy, small_copy, structure, split_points, span, arrived)
             try:
                 out = run_stage(modules, run)
             except Exception as error:  # any code of transformers may need what a stand-in lacks

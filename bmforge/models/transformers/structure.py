@@ -60,7 +60,8 @@ def find_structure(module: Any) -> Structure:
 def _find_stacks(module: Any, embed: str) -> list[str]:
     """Return the names of the modules that hold lists of blocks, the text decoder's first.
 
-    A list of one block counts only without other lists, as in ALBERT, whose layers share weights.
+    A list with a single block counts only if there are no longer lists, as in ALBERT, whose layers
+    share weights.
     """
     return _rank_stacks(module, embed, 2) or _rank_stacks(module, embed, 1)
 
@@ -107,7 +108,7 @@ def _is_matrix(part: nn.Module) -> bool:
 
 
 def has_whole_groups(part: nn.Module) -> bool:
-    """Return True if the packed formats can store a layer, whose inputs they divide into groups."""
+    """Return True if a layer's number of inputs is a multiple of 32, as packed formats require."""
     sizes = linear_sizes(part)
     return sizes is None or sizes[0] % _LEAST_INPUTS == 0
 

@@ -107,7 +107,12 @@ def _count_outputs(layer: nn.Module) -> int:
 def _make_cuts(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
 ) -> tuple[tuple[TensorCut, ...], str]:
-    """Return a `TensorCut` for each planned module and ""; or (), and an unsupported style."""
+    """Convert transformers' tensor-parallel styles to `TensorCut`s.
+
+    Returns:
+        one `TensorCut` per module in `styles`, and ""; or () and an error message that names the
+        first unsupported style
+    """
     cuts = []
     for name, style in styles.items():
         module = modules[name]
@@ -144,7 +149,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
 
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:
-    """Return an error message for a sharded sublayer's parameter that the plan misses, else ""."""
+    """Return an error message if a sharded sublayer has a parameter without a style; "" if none."""
     # Only "colwise": after gathered or before split layers, every rank has all activations.
     sharded = {n for n, s in styles.items() if s == "colwise" and _is_linear(modules[n])}
     parts = {name.rpartition(".")[0] for name in sharded}

@@ -1,4 +1,4 @@
-"""Finds linear layers whose weights other modules read, and layers that get no gradient.
+"""Finds linear layers whose `weight` other modules access, and layers that get no gradient.
 
 Some modules read the dtype or values of another module's weight, which does not exist after
 quantization. Other layers only compute a discrete choice, such as the tokens that sparse attention
@@ -20,12 +20,12 @@ __all__ = ["find_untrained", "noting_reads"]
 
 @contextmanager
 def noting_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[set[str]]:
-    """Context manager: collect the names of linear layers whose weight other code reads.
+    """Context manager: collect the names of linear layers whose `weight` other code accesses.
 
-    With `hidden`, that code reads None, as after quantization.
+    With `hidden`, such an access returns None, as it does for a quantized layer.
 
-    Inside, the class of each `nn.Linear` is replaced, because reads of module attributes cannot be
-    observed in a different way.
+    In the context, the class of each `nn.Linear` is replaced, because reads of module attributes
+    cannot be observed in a different way.
     """
     read: set[str] = set()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
@@ -39,7 +39,7 @@ def noting_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[set[str]
 
 
 def _watched_class(name: str, read: set[str], hidden: bool) -> type[nn.Linear]:
-    """Return a linear layer class that adds `name` to `read` if other code reads its weight."""
+    """Return a linear layer class that adds `name` to `read` when other code accesses `weight`."""
 
     def note_read(layer: Any) -> Tensor | None:
         read.add(name)
@@ -53,7 +53,7 @@ def _watched_class(name: str, read: set[str], hidden: bool) -> type[nn.Linear]:
 
 
 def find_untrained(model: nn.Module, loss: Tensor) -> set[str]:
-    """Return the names of linear layers that get no gradient from a loss; frees its graph."""
+    """Return the names of linear layers that get no gradient from `loss`; frees its graph."""
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     weights: list[Any] = [layer.weight for layer in layers.values()]
     gradients = torch.autograd.grad(loss, weights, allow_unused=True)

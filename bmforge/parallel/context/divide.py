@@ -99,7 +99,7 @@ def _shard_mix(attn: Any, method: str, rank: int) -> Mix:
 
 
 def _own_slopes(attn: Any, rank: int, query: Tensor) -> Tensor:
-    """Return the ALiBi slopes of the heads in `query`: all, or the shard of this rank."""
+    """Return the ALiBi slopes of the heads in `query`, which has all heads or this rank's."""
     slopes, heads = attn.slopes(query), query.shape[1]
     return slopes if slopes.shape[0] == heads else slopes[rank * heads :][:heads]
 
@@ -194,7 +194,7 @@ def _mix_gathered(
 
 
 def _join_with_prefix(pair: Tensor, *prefix: Pair) -> Tensor:
-    """Concatenate keys and values to (B, K, T, 2 H), after those of the prefix."""
+    """Prepend a prefix to `pair`, the keys and values concatenated to (B, K, T, 2 H)."""
     parts = [
         torch.cat(each, -1).to(pair.dtype).expand(pair.shape[0], -1, -1, -1) for each in prefix
     ]

@@ -144,8 +144,8 @@ class TokenShare:
 
         Args:
             x: hidden states, (B, T, D).
-            masks: dict whose values are masks (B or 1, 1, T or 1, S), None, or masks of a different
-                kind.
+            masks: dict whose values are masks (B or 1, 1, T or 1, S), None, or other mask objects,
+                which are not sharded.
             inputs: further arguments of the blocks; `rope`, `local_rope` and `bias`, a dict of
                 biases (B or 1, N, T, S), are sharded.
         """

@@ -171,7 +171,7 @@ class PipelinedModel:
         return losses
 
     def run_forward(self, run: Run, micro_batches: Sequence[Batch]) -> None:
-        """Run only the forward of a step's micro-batches."""
+        """Run only the forward of a step's micro-batches, and discard the outputs."""
         self._run_forward(run, micro_batches, share=False)
 
     def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:

@@ -95,7 +95,7 @@ class Schedule:
 
 
 class _Writer:
-    """Builds the action list of one rank; numbers the micro-batches per kind and stage."""
+    """Builds the action list of one rank; counts micro-batches per action kind and stage."""
 
     def __init__(self, rank: int, num_ranks: int, per_rank: int, num_micro_batches: int) -> None:
         self.rank, self.num_ranks, self.per_rank = rank, num_ranks, per_rank
@@ -107,7 +107,7 @@ class _Writer:
         self._waiting: list[int] = []  # stages whose weight gradients are due, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
-        """Append actions of one stage; each kind of action counts its own micro-batches."""
+        """Append actions for one stage; each gets the next micro-batch index of its kind."""
         for kind in kinds:
             self.actions.append(Action(kind, stage, self.count[I if kind == B else kind, stage]))
             self.count.update((part, stage) for part in ((I, W) if kind == B else (kind,)))

@@ -159,7 +159,7 @@ def _reverse(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _reachable(
     starts: Iterable[Node], above: Mapping[Node, list[Node]], stop: Iterable[Node] = ()
 ) -> set[Node]:
-    """Return all nodes reachable from `starts` through `above`, ending at the nodes in `stop`."""
+    """Return all nodes reachable from `starts` in the graph `above`, without passing `stop`."""
     seen = {start for start in starts if start in above}
     todo, ends = list(seen), set(stop)
     while todo:
@@ -174,7 +174,7 @@ def _reachable(
 def _group(
     leaves: Iterable[Node], above: Mapping[Node, list[Node]], path: set[Node], loose: set[Node]
 ) -> list[_Group]:
-    """Group weights that have the same split nodes, or the same output outside the path."""
+    """Group weights (`leaves`) that have a common split node or output outside the path."""
     groups: dict[Node, _Group] = {}  # by split node or output
     for leaf in leaves:
         reached = _reachable([leaf], above, path)

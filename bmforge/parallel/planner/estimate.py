@@ -213,7 +213,7 @@ class Estimator:
         return sum(each.bytes_per_process(parts) for each in offloaded)
 
     def _cut(self, layout: Layout) -> tuple[Rank, ...]:
-        """Return the number of blocks, and the modules around them, of every pipeline rank."""
+        """Return the blocks and other modules of each pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
         alike = Layout(

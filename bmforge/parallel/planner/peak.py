@@ -135,7 +135,10 @@ def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool)
 
 
 def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    """Return the memory curves of the untraced blocks, run before or after the middle block."""
+    """Return the memory that the untraced blocks add after every event, by category.
+
+    The untraced blocks run before the middle block if `last`, else after it.
+    """
     added = np.zeros_like(lives[0])
     for live, (each, extra) in zip(lives, _further(trace, share.counts), strict=True):
         for marks, step in zip(_steps(trace), _steps(each), strict=True):
@@ -151,7 +154,7 @@ def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bo
 
 
 def _steps(trace: StepTrace) -> Iterator[tuple[Mark, Mark]]:
-    """Yield the marks of begin and end of the middle block's forward and backward."""
+    """Yield the marks of start and end of the middle block's forward and backward."""
     by_position = {(m.micro_batch, m.stack, m.kind, m.block): m for m in trace.marks}
     for (number, stack, kind, block), mark in by_position.items():
         if block == 1:
@@ -191,7 +194,7 @@ def _add_static(live: Curve, trace: StepTrace, share: Share) -> None:
 
 
 def _rank_bytes(trace: StepTrace, share: Share, what: str) -> float:
-    """Return the bytes of a rank's parameters: all for "static", the trained ones for "trained"."""
+    """Return the bytes of a rank's parameters: all (`what` = "static") or trained ("trained")."""
     total = float(getattr(trace, what))
     for each, extra in _further(trace, share.counts):
         total += sum(extra[k] * size for k, size in getattr(each, f"block_{what}").items())
@@ -200,7 +203,10 @@ def _rank_bytes(trace: StepTrace, share: Share, what: str) -> float:
 
 
 def _offload(live: Curve, trace: StepTrace, share: Share) -> None:
-    """Subtract the offloaded bytes; the gradients of two blocks at a time stay on the device."""
+    """Subtract the offloaded bytes from the memory curve `live`, in place.
+
+    The gradients of two blocks at a time stay on the device.
+    """
     if not share.offloaded:
         return
     left = 1.0 - share.offloaded

@@ -44,7 +44,7 @@ _WORTH_A_PROCESS_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates, best first: fitting ones by speed, then the others by missing memory.
+    """Estimates, best first: those that fit by speed, then the rest by missing memory.
 
     Args:
         request: model, machines and constraints.
@@ -169,7 +169,7 @@ class _LayoutEstimator:
         self.request, self.keep = request, keep
         store = None if keep is None else TraceStore(keep)
         self.estimator = Estimator(request, store=store)
-        # Activation bytes of one row, by recompute and the axes that shard a row.
+        # Activation bytes of one sequence, by recompute and the axes that shard a sequence.
         self.per_row: dict[tuple[bool, int, int], float] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,7 +259,7 @@ def explain_refusal(request: PlanRequest, refused: Sequence[tuple[Layout, str]])
     reasons = list(dict.fromkeys(reason for _, reason in refused))
     text = f"no layout of {request.workload.name} on {count} devices is possible: "
     text += " ".join(reasons[:3])
-    # Without other axes every device works on different rows.
+    # Without other axes every device processes different sequences.
     fits_alone = next((r for layout, r in refused if layout.row_groups(count) == count), "")
     if batch % count and "does not divide" in fits_alone:
         below = batch // count * count
@@ -304,7 +304,7 @@ def sensible_layouts(request: PlanRequest) -> Iterator[Layout]:
 
 
 def _fitting(estimator: Estimator, choice: TrainingSetup) -> PlanRow:
-    """Return the configuration with the smallest offloaded fraction that fits."""
+    """Return the estimate with the smallest offloaded fraction that fits, or else the largest."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)

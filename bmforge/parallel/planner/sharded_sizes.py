@@ -33,7 +33,9 @@ def held_bytes(
     ends: tuple[set[str], set[str]],
     counts: Callable[[Tensor], bool],
 ) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Return the bytes of a process: in total, per block of each stack, and per end.
+    """Return the local bytes of the tensors for which `counts` returns True.
+
+    The result has the total, the bytes per block of each stack, and the bytes of each end.
 
     The ends are the modules before the first and after the last block, such as embedding and head.
     A tensor that both ends use, such as a tied head, is counted in the total but not per end.
@@ -66,7 +68,10 @@ def find_ends(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def count_sharded(model: nn.Module, stacks: Stacks) -> dict[str, int]:
-    """Return the elements that ZeRO shards, per block of each stack and outside (key "")."""
+    """Return the number of elements that ZeRO shards, per block of each stack.
+
+    The key "" is for all elements outside the blocks.
+    """
 
     def count(parameters: Iterable[Tensor]) -> int:
         return sum(_tensor_share(p) for p in {id(p): p for p in parameters}.values())

@@ -260,7 +260,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
-    """Return a dict from the `id` of each parameter outside the blocks to its end of the model."""
+    """Map the `id` of each parameter outside the blocks to its end: before or after the blocks."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)
@@ -282,11 +282,13 @@ def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> Non
 
 
 class _Marks:
-    """Hooks that record the start of each block's forward and backward, and the active end.
+    """Hooks that record the start of each block's forward and backward.
+
+    They also set the tracker's `end`: whether the modules before, in or after the blocks run.
 
     Args:
         model: parallelized model.
-        follower: memory tracker; its `end` is set while the modules before or after the blocks run.
+        follower: memory tracker.
     """
 
     def __init__(self, model: nn.Module, follower: Follower) -> None:

@@ -59,7 +59,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _note_tokens_(block: nn.Module, tensor: TensorGroup) -> None:
-    """Pass the sequence length to a block's sublayers as an argument, so recompute repeats it."""
+    """Pass the sequence length to a block's sublayers, also in recomputation."""
     wrap_forward_(block, partial(_note_tokens, tensor), "tokens")
 
 

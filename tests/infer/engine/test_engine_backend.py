@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, generate
 from bmforge.infer.engine import Request
 from bmforge.models import AutoModel
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,9 +21,9 @@ CONFIG = EngineConfig(max_tokens=32, max_rows=2)
 @pytest.fixture(scope="module", params=["gemma2", "mamba", "glm4_moe"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    build_twin(transformers.AutoConfig.for_model(request.param), "language_model").save_pretrained(
-        path
-    )
+    build_small_copy(
+        transformers.AutoConfig.for_model(request.param), "language_model"
+    ).save_pretrained(path)
     return path
 
 
