@@ -176,7 +176,7 @@ class _Job:
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Process the shards of a stage that task `rank` is assigned, and write the results."""
+        """Process the shards of a stage that are assigned to task `rank`; write the results."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)

@@ -112,7 +112,7 @@ def _grade(line: str) -> int:
 
 
 def _table_rows(lines: list[str]) -> set[int]:
-    """Return the indexes of the rows of Markdown tables: blocks of lines with "|" and a rule."""
+    """Return the indexes of the rows of Markdown tables, which have a row of dashes ("|---|")."""
     rows: set[int] = set()
     for at, line in enumerate(lines):
         if "|" in line and _TABLE_RULE.match(line):

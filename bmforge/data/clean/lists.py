@@ -85,7 +85,7 @@ class ListedWords:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -119,7 +119,7 @@ class ListedHosts:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:

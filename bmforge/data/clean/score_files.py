@@ -81,7 +81,7 @@ class ScoreByFile:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"score=1 {Path(self.path).stem} {self.low} {self.high} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:

@@ -74,7 +74,10 @@ def find_repeated_spans(
 def find_repeated_runs(
     documents: Iterable[Document], length: int, folder: Path
 ) -> Iterable[NDArray[np.int64]]:
-    """Find the token n-grams that occurred before; return the first tokens of each document's.
+    """Find token n-grams that occurred before, in the same or an earlier document.
+
+    The result yields an array for each document: the sorted indices of the tokens at which its
+    repeated n-grams begin.
 
     Args:
         documents: documents, in the order in which the first occurrence is kept.

@@ -90,7 +90,7 @@ class DropExamples:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"overlap=1 cut={self.cut} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:

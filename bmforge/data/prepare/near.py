@@ -58,7 +58,12 @@ def dedup_config(config: DuplicatesConfig) -> DedupConfig | None:
 
 @dataclass(frozen=True)
 class NearDrops:
-    """File with the near duplicates to drop, from `choose_survivors`, and the threshold."""
+    """File with the near duplicates to drop, which `choose_survivors` wrote.
+
+    Attributes:
+        path: path of the file.
+        threshold: minimum Jaccard similarity of near duplicates.
+    """
 
     path: Path
     threshold: float

@@ -88,7 +88,7 @@ def frequent_ratio(text: str) -> float:
 
 
 def is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its kana.
+    """Return True if bytes are Japanese text in EUC-JP, judged by the fraction of kana.
 
     The fraction of frequent characters is not enough: EUC-JP text that is decoded as GB 2312 also
     has frequent characters.
@@ -99,7 +99,7 @@ def is_japanese_euc(sample: bytes) -> bool:
 
 
 def is_korean(sample: bytes) -> bool:
-    """Detect Korean by its Hangul.
+    """Return True if bytes are Korean text in EUC-KR, judged by the fraction of Hangul.
 
     The fraction of frequent characters is not enough: Korean text that is decoded as GB 2312 also
     has frequent characters.

@@ -91,7 +91,8 @@ class ShardedStore(TokenStore):
         shards: the stores, in order.
 
     Raises:
-        DataError: the list or a store is missing or damaged, or they do not match.
+        DataError: the list or a store is missing or damaged, or the size of a store differs from
+            the list.
 
     Memory: a few kB per shard.
     """

@@ -35,7 +35,13 @@ _FEWEST_WORDS = 3
 
 @dataclass(frozen=True)
 class KeptLines:
-    """Result of C4's line filter: kept lines, sentence count, rule that dropped the page."""
+    """Result of C4's line filter for one page.
+
+    Attributes:
+        lines: lines that are kept.
+        sentences: number of sentences in these lines.
+        found: name of the rule that drops the page; "" if no rule does.
+    """
 
     lines: tuple[str, ...]
     sentences: int
