@@ -145,9 +145,6 @@ class TransformerBlockList(nn.ModuleList):
             x: input of the first block.
             args: further arguments of every block.
             kwargs: keyword arguments of every block.
-
-        Shape:
-            x: input of the first block
         """
         for block in self:
             x = block(x, *args, **kwargs)

@@ -76,7 +76,7 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that applies a function to its input, and to the shared module of a tied key."""
+    """Layer that calls a function with its input, after the shared layer of a tied position."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()

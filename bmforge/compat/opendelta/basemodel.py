@@ -289,7 +289,7 @@ class DeltaBase(nn.Module):
             self.set_active_state_dict(self.backbone_model)
 
     def detach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Remove the adapter; the backbone and its `state_dict` are then as before."""
+        """Remove the adapter from the backbone; by default, `state_dict` is complete again."""
         self._check_backbone(module)
         self.delta.detach()
         if reset_state_dict:

@@ -1,6 +1,6 @@
-"""OpenPrompt's tokenizer wrappers, one per prompting mode, and its adapter of tokenizers.
+"""OpenPrompt's tokenizer wrappers, one per prompting mode.
 
-The adapter gives transformers' tokenizers bmforge's interface.
+`TheirTokenizer` adapts a transformers tokenizer to bmforge's interface.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class OptimManager:
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
     """Return (parameter, gradient) pairs of all parameters with a gradient.
 
-    The gradient is the local shard; of a sparse gradient, its values.
+    A gradient is given by its local shard, or by its values if it is sparse.
     """
     grads = []
     for param in (param for group in groups for param in group["params"]):

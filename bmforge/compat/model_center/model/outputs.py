@@ -18,7 +18,7 @@ class Later:
 
     Args:
         make: function that computes the value, or raises an error with the reason.
-        can_be: False if `make` raises; reading the value by position then returns None.
+        can_be: False if `make` always raises an error; positional access then returns None.
     """
 
     def __init__(self, make: Callable[[], Tensor], can_be: bool = True) -> None:
