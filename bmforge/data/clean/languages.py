@@ -238,7 +238,7 @@ class CutParagraphs:
         return f"paragraphs=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Remove paragraphs in other languages; return a `Drop` if no text is left."""
+        """Remove paragraphs in unwanted languages; return a `Drop` if no text is left."""
         remaining = [part for part in document.text.split("\n\n") if self._stays(part)]
         if not any(part.strip() for part in remaining):
             excerpt = cut_excerpt(document.text)

@@ -46,7 +46,8 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 class ListedWords:
     """A step that drops documents that contain too many words of a blocklist.
 
-    Entries with Chinese characters match anywhere, others match whole words, ignoring case.
+    Entries with Chinese characters match anywhere, other entries match whole words. Case is
+    ignored.
 
     Attributes:
         words: blocklist; all words are searched in a single pass (Aho-Corasick).

@@ -308,7 +308,7 @@ def _check_regions(regions: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class MaskPrivate:
-    """A step that masks private data, or drops documents that contain much of it.
+    """A step that masks private data, or drops documents with too many matches.
 
     Attributes:
         kinds: kinds of private data to mask.

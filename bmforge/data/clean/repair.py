@@ -82,7 +82,7 @@ def _read_again(text: str) -> str:
 
 
 def _is_sure(text: str, decoded: str, wrong: str) -> bool:
-    """Return True if the new decoding is too long to be valid by chance."""
+    """Return True if `decoded` has too many non-ASCII characters to be valid by chance."""
     high = sum(character > "\x7f" for character in decoded)
     if wrong != "gb18030":
         return high >= _FEWEST

@@ -138,7 +138,7 @@ def read_score(option: str) -> ScoreByFile:
 def _bucket_bounds(
     option: str, names: Sequence[str], bounds: tuple[float, float] | None
 ) -> tuple[float | None, float | None]:
-    """Return the lower and upper perplexity bound of one bucket or of several adjacent ones."""
+    """Return the lower and upper perplexity bound of one bucket or of adjacent buckets."""
     if bounds is None:
         raise ConfigError(
             f"scores={option!r} selects a bucket, but the file is a classifier, which has no "

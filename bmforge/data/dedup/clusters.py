@@ -83,7 +83,7 @@ def equal_groups(
     Args:
         keys: key of each document.
         numbers: number of each document.
-        least: groups in which all numbers are smaller are omitted.
+        least: groups without a number of at least `least` are omitted.
 
     Shape: keys, numbers (N,); returned: the numbers of all members (M,), sorted within each group,
         and the sizes of the groups (G,).

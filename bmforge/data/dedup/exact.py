@@ -68,7 +68,7 @@ def find_repeated_paragraphs(
 
     One occurrence is kept: the first one in the document with the highest priority by
     `DedupConfig.source_order`, then length, then hashes of text and id. Paragraphs are separated by
-    blank lines; short ones are ignored, as they repeat by chance.
+    blank lines; short paragraphs are ignored, as they repeat by chance.
 
     Args:
         documents: function that returns an iterable of the documents; called twice.

@@ -167,7 +167,7 @@ class Decontaminate:
 def examples_of(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]], name: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every string in the rows of a test set, including nested ones.
+    """Yield the name and text of every string in the rows of a test set, at any nesting level.
 
     Args:
         source: path of a .jsonl, .json or .parquet file, or rows from `bmforge.data.tasks`.

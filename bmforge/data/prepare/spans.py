@@ -190,7 +190,7 @@ def _find_repeats(
 
 
 def _merge(spans: Spans) -> Spans:
-    """Sort spans and merge overlapping ones."""
+    """Sort spans, and merge those that overlap."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if merged and begin < merged[-1][1]:

@@ -153,7 +153,10 @@ def check_encoding(name: str) -> None:
 
 
 def _is_allowed(decoded: Decoded, encoding: str) -> bool:
-    """Return True if a text is UTF-8, is marked by a BOM or escapes, or has the given encoding."""
+    """Return True if the encoding of a text is UTF-8, marked by a BOM or escapes, or `encoding`.
+
+    If `encoding` is "", every encoding is allowed.
+    """
     marked = (name for _, name in (*_MARKS, *_ESCAPES))
     names = ("utf-8", *marked, *_known_labels([encoding]))
     return not encoding or decoded.encoding in names

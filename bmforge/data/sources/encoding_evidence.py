@@ -82,7 +82,7 @@ def score_frequent(sample: bytes, name: str) -> float:
 
 
 def frequent_ratio(text: str) -> float:
-    """Return the fraction of frequent characters among the non-ASCII ones; 0 if they are few."""
+    """Return the fraction of non-ASCII characters that are frequent; 0 if the text has too few."""
     wide = [c for c in text if c > "\x7f"]
     return sum(c in frequent_characters() for c in wide) / len(wide) if len(wide) >= FEWEST else 0.0
 

@@ -45,7 +45,7 @@ class PreferenceExample:
             the prompt.
         chosen: preferred answer: text, or the messages after the prompt; None if the only answer is
             rated bad.
-        rejected: the other answer; None if the only answer is rated good.
+        rejected: answer that is not preferred; None if the only answer is rated good.
         margin: difference of the answers' scores; None without scores.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields.

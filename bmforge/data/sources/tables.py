@@ -83,9 +83,9 @@ def _split_rows(
     """Yield the number of each row's last line, and its fields or an error record.
 
     An unpaired quotation mark joins several lines into one row. It is common in tab-separated
-    tables, as many programs write these without quoting. So each line of such a row becomes a row
-    of its own if the mark does not begin or end a field, or if each line has all columns. In tables
-    with another delimiter, the row is an error, because its lines cannot be separated.
+    tables, as many programs write these without quoting. So each line of such a row becomes a
+    separate row if the mark does not begin or end a field, or if each line has all columns. In
+    tables with another delimiter, the row is an error, because its lines cannot be separated.
     """
     taken: list[str] = []  # lines of the current row
 

@@ -129,7 +129,7 @@ class _Pointers(JoinedArray):
 
 
 def _marks(store: TokenStore) -> Any:
-    """Return the document starts of a store, then its number of sequences."""
+    """Return the index of each document's first sequence, then the number of sequences."""
     marks = store.doc_idx
     if not len(marks):
         return np.array([0, len(store)] if len(store) else [0], dtype=np.int64)

@@ -100,7 +100,9 @@ def token_f1(predicted: str, answer: str) -> float:
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the F1 and exact match (`em`) of text answers, each with the best accepted answer.
+    """Return the F1 and exact match (`em`) of text answers.
+
+    An answer is compared with every accepted answer, and its best score is used.
 
     Raises:
         ShapeError: the lengths differ, or a question has no accepted answer.

@@ -83,7 +83,7 @@ def _has_phrase(text: TextStatistics) -> bool:
 
 
 def _long_lines(text: TextStatistics) -> list[tuple[str, bool]]:
-    """Return the lines of at least three words, each with True if it has a sentence-ending mark.
+    """Return the lines of at least three words, and whether each has a sentence-ending mark.
 
     Citations are removed after words are counted. Lines with an overlong word are omitted.
     """
