@@ -156,7 +156,7 @@ def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | N
 
     Args:
         model: any module with weights. Linear layers (transformers' Conv1D too) become
-            `QuantizedLinear`; a bmforge model is quantized as usual.
+            `QuantizedLinear`; a bmforge model is quantized by `quantize_`.
         quantization: True to quantize to int8.
         memory_limit: limit in bytes of all weights and buffers and of the streaming slots, one
             limit for all block lists together (default: 0.9 of the free memory of an accelerator;

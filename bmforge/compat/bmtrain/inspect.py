@@ -112,7 +112,7 @@ def inspect_tensor() -> Iterator[InspectTensor]:
     """Context manager that collects the tensors passed to `record_tensor`.
 
     With a pipeline, all processes must use it; each process gets the tensors of all stages, for the
-    rows of its own batch.
+    rows of its batch.
     """
     config.need("inspect_tensor")
     inspector = InspectTensor()

@@ -186,7 +186,7 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Replace all parameters of a model with distributed ones of the same values and ties.
+    """Shard all parameters of a model in place; tied parameters stay tied.
 
     Its modules become `DistributedModule`s; class names stay the same.
     """

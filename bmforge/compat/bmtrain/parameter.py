@@ -1,7 +1,8 @@
 """Sharded parameters, and conversion between shards and full tensors.
 
 A shard is a DTensor, sharded by rows over the processes whose gradients are summed. Tensor-parallel
-parts of a matrix are separate parameters; `Origin` records the dim along which it was split.
+parts of a matrix are separate parameters; `Origin` records the dim along which a matrix was
+split.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class _Call:
         return outputs
 
     def _parts(self, record: _Record, of_grad: bool = False) -> list[tuple[Tensor]]:
-        """Return a record of this stage, or its gradient, by micro-batch; [] for other stages."""
+        """Return a record's tensors or gradients, one per micro-batch; [] on other stages."""
         if record.stage != self.owner.stage_id:
             return []
         parts = [records[record.index]["tensor"] for records in self.records]

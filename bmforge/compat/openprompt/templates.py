@@ -50,7 +50,7 @@ class _OfWrapper(Template):
             self._begun = self.blanks
 
     def sentinel(self, number: int) -> str:
-        """Return the wrapper's token of a mask."""
+        """Return the token that the tokenizer wrapper uses for mask `number`."""
         return str(self._mask_token(number))
 
 

@@ -84,7 +84,8 @@ class TokenizerWrapper:
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
         options: further arguments of OpenPrompt's class. `decode_from_pad` False lets the decoder
-            of an encoder-decoder start with the first mask; others are accepted and ignored.
+            of an encoder-decoder start with the first mask; the other arguments are accepted and
+            ignored.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
