@@ -168,7 +168,7 @@ def _from_record(record: Any, where: Path) -> Provenance:
 
 
 def _rename_old_key(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a provenance record with the license under its current key."""
+    """Return a provenance record in which the license key of earlier versions is renamed."""
     return {"license" if key == _OLD_KEY else key: value for key, value in record.items()}
 
 
@@ -181,7 +181,7 @@ def to_metadata(provenance: Provenance) -> dict[str, str]:
 
 
 def _license_of_card(card: Path) -> str:
-    """Return the license in the front matter of a Hugging Face model card; "" without one."""
+    """Return the license in the front matter of a Hugging Face model card; "" if none is stated."""
     try:
         text = card.read_text("utf-8") if card.is_file() else ""
     except (OSError, UnicodeDecodeError):
