@@ -116,7 +116,7 @@ def _make(
     tasks: int,
     before: Any = None,
 ) -> Any:
-    """Create a datatrove executor for `tasks` tasks that depends on another executor."""
+    """Create a datatrove executor for `tasks` tasks that starts after the executor `before`."""
     # The name contains a hash of the settings, so that results of other settings are not reused.
     name = f"{type(run).__name__.strip('_').lower()}-{run.stage}-{run.job.name(run.stage)}"
     options = dict(config.options)

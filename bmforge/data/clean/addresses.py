@@ -70,7 +70,7 @@ def is_public_address(text: str) -> bool:
 
 
 class AddressContext:
-    """Decides whether numbers in one text, passed in order, are addresses, by their context."""
+    """Decides by context whether numbers in a text, passed in order, are IP addresses."""
 
     def __init__(self, text: str) -> None:
         self._text = text

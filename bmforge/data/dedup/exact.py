@@ -141,7 +141,7 @@ def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]
 
 
 def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:
-    """Return a text without some paragraphs, given indices from `find_repeated_paragraphs`."""
+    """Remove paragraphs from a text, given their indices from `find_repeated_paragraphs`."""
     parts = _BREAK.split(text)
     gone = set(numbers)
     remaining = [part for number, part in enumerate(parts[::2]) if number not in gone]

@@ -304,7 +304,7 @@ def detect_encoding(raw: bytes) -> str:
     best = max(scores, key=lambda name: scores[name])  # of equal scores, the first
     if scores[best] >= SURE:
         return best
-    return _ask_library(sample)
+    return _detect_by_library(sample)
 
 
 def _try(raw: bytes, name: str) -> str | None:
@@ -344,7 +344,7 @@ def _detect_utf16(sample: bytes) -> str:
     return best if scores[best] >= 0.9 and len(sample) >= 4 else ""
 
 
-def _ask_library(sample: bytes) -> str:
+def _detect_by_library(sample: bytes) -> str:
     """Detect the encoding with the library resiliparse, which also knows Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask

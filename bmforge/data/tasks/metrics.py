@@ -284,7 +284,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str,
 
 
 def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
-    """Raise `ShapeError` if there are no examples, or not one prediction for each."""
+    """Raise `ShapeError` if there are no examples, or not as many predictions as examples."""
     if len(predicted) != len(labels) or not labels:
         raise ShapeError(
             f"there are {len(predicted)} predictions for {len(labels)} examples (needed: one "
