@@ -149,7 +149,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _count_costs(block: nn.Module) -> dict[str, Half]:
-    """Return the parameter counts of a block's sublayers; a norm has one vector."""
+    """Return the parameter counts of a block's sublayers, each with a norm (one vector)."""
     halves = {}
     if _has(block, _LAYERS["heads"]):
         layer: Any = block.get_submodule("self_att.self_attention")

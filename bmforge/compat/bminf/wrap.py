@@ -112,8 +112,8 @@ class TransformerBlockList(nn.ModuleList):
     Args:
         layers: the blocks.
         gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
-            them in order. On a CPU the indices are ignored and only the limits apply. If it is
-            empty, blocks are not moved.
+            them in order. On a CPU the indices are ignored and only the limits apply. If
+            `gpus` is empty, blocks are not moved.
 
     Raises:
         ConfigError: there are no blocks, or a limit is too small; the message names the smallest

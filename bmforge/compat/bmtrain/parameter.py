@@ -305,7 +305,7 @@ class _DeepCopy(_Method):
     """Implements `copy.deepcopy` of a distributed parameter, keeping its sharding and gradient.
 
     With torch's own implementation, a copy has no metadata on one process, and shares the metadata
-    of the original on several.
+    of the original on several processes.
     """
 
     def __call__(self, memo: dict[int, Any]) -> Tensor:

@@ -48,7 +48,7 @@ class DeltaBase(nn.Module):
     Args:
         backbone_model: any model; it is modified in place.
         modified_modules: target modules (default: the targets of the type). Targets that match
-            no module are ignored with a warning, if another target matches one.
+            no module are ignored with a warning, if at least one target matches.
         exclude_modules: name prefixes or targets of modules to skip (default: language-model heads,
             if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
