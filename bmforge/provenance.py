@@ -100,7 +100,7 @@ class Provenance:
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
-        """Return a copy with further models and data in `parts`; duplicates are omitted."""
+        """Return a copy with the given models and data added to `parts`, without duplicates."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
