@@ -254,7 +254,7 @@ def _can_pin(kind: str) -> bool:
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:
-    """Return True if reading a tensor's values neither waits for a device nor breaks a graph."""
+    """Return True if reading a tensor's values causes no device wait and no graph break."""
     is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
     return is_plain and tensor.device.type == "cpu"
 
@@ -288,7 +288,7 @@ def device_memory_bytes(device: torch.device) -> int | None:
 
 
 def memory_room_bytes(device: torch.device) -> int:
-    """Return the bytes left on `device` at peak memory use so far, minus 3 % that cannot be used.
+    """Return the memory of `device`, in bytes, that was free at peak use, minus a reserve of 3 %.
 
     Limits by torch's per-process memory fraction, by ``ulimit -d`` and by a container are taken
     into account. On an accelerator, memory that other processes use now is not counted as free.

@@ -1,4 +1,4 @@
-"""Reads files, and writes them atomically: after a crash, the old or the new file exists."""
+"""Reads files, and writes them atomically: after a crash, a file has its old or its new content."""
 
 from __future__ import annotations
 

@@ -251,7 +251,9 @@ def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) ->
             raise cursor.damaged(f"tensors {before!r} and {name!r} overlap")
         end, before = tensor.start + tensor.size, name
         if end > size:
-            raise cursor.damaged(f"tensor {name!r} ends at byte {end}, but the file has {size}")
+            raise cursor.damaged(
+                f"tensor {name!r} ends at byte {end}, but the file has only {size} bytes"
+            )
 
 
 class _Cursor:

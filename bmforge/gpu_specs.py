@@ -2,7 +2,7 @@
 
 Peaks are the dense ones (without sparsity) in the vendors' data sheets. `efficiency` is the
 fraction of the peak that matrix products reach in training. It was measured on a few GPUs, and the
-others use the value of a similar GPU; `measured` names that GPU.
+other GPUs use the value of a similar GPU; `measured` names that GPU.
 """
 
 from __future__ import annotations

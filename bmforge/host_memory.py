@@ -40,7 +40,7 @@ def resident_bytes() -> int:
     statm = _PROC / "self/statm"
     if statm.exists():
         return int(statm.read_text().split()[1]) * mmap.PAGESIZE
-    windows = _ask_windows()
+    windows = _query_windows()
     return 0 if windows is None else windows.resident
 
 
@@ -49,7 +49,7 @@ def peak_resident_bytes() -> int:
     status = _read_status()
     if "VmHWM" in status:
         return int(status["VmHWM"].split()[0]) * 1024
-    windows = _ask_windows()
+    windows = _query_windows()
     if windows is not None:
         return windows.peak_resident
     if resource is None:
@@ -82,7 +82,7 @@ def host_memory_bytes() -> int:
     Raises:
         ConfigError: the system does not report its memory size.
     """
-    windows = _ask_windows()
+    windows = _query_windows()
     if windows is not None:
         return windows.total
     if not hasattr(os, "sysconf"):
@@ -101,7 +101,7 @@ def available_host_bytes() -> int | None:
     """
     meminfo = _PROC / "meminfo"
     if not meminfo.exists():
-        windows = _ask_windows()
+        windows = _query_windows()
         return None if windows is None else windows.available
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     machine = int(lines["MemAvailable"].split()[0]) * 1024
@@ -115,7 +115,7 @@ class _Windows(NamedTuple):
     peak_resident: int
 
 
-def _ask_windows() -> _Windows | None:
+def _query_windows() -> _Windows | None:
     """Query the memory of machine and process on Windows, in bytes; None on other systems.
 
     Source: GlobalMemoryStatusEx and GetProcessMemoryInfo in Microsoft's documentation.

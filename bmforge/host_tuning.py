@@ -114,7 +114,7 @@ def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
     The setting of matrix products is restored on exit; freed memory is still kept afterwards.
 
     Args:
-        device: device of the computation; only for the CPU are settings changed.
+        device: device of the computation; settings are changed only for the CPU.
 
     Yields:
         a `MemoryWatch` to call after every step, if freed memory is kept.

@@ -18,14 +18,14 @@ def write_page(
 ) -> Path:
     """Write a report as an HTML page and return its path.
 
-    The page's content security policy forbids network access and all scripts except the given one,
+    The page's content security policy forbids network access and all scripts except `script`,
     so that no script in a reported text can run, even if it is not escaped correctly.
 
     Args:
         path: file to write.
         name: name of the reported object.
         kind: kind of report, such as ``"training report"``.
-        sections: HTML fragments in order; empty ones are omitted.
+        sections: HTML fragments in order; empty fragments are omitted.
         style: additional CSS.
         script: JavaScript that runs after the sections.
     """

@@ -285,7 +285,7 @@ def obeys(name: str, policy: str) -> bool:
     )
 
 
-def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflict]:
+def merge_licenses(licenses: Iterable[str], work_license: str = "") -> list[Conflict]:
     """Return the conflicts between the licenses of the parts of a work.
 
     A share-alike license conflicts with a license that has additional restrictions, and with a
@@ -293,7 +293,7 @@ def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflic
 
     Args:
         licenses: licenses of the parts, as their sources state them.
-        handed_on: license under which the whole work is distributed; it must contain the
+        work_license: license under which the whole work is distributed; it must contain the
             restrictions of all parts.
     """
     by_id = {part.id: part for reported in licenses for part in _choose_parts(reported) or ()}
@@ -302,7 +302,7 @@ def merge_licenses(licenses: Iterable[str], handed_on: str = "") -> list[Conflic
         conflict = _compare(by_id[first], by_id[second])
         if conflict is not None:
             conflicts.append(conflict)
-    target = find_license(handed_on) if handed_on else None
+    target = find_license(work_license) if work_license else None
     if target is None:
         return conflicts
     reported = [{part.first, part.second} for part in conflicts]

@@ -92,14 +92,15 @@ class Provenance:
         return bool(self.license or self.parts)
 
     def as_parts(self, kind: str, name: str) -> tuple[ProvenanceSource, ...]:
-        """Return the `parts` of a model that is derived from this one.
+        """Return the provenance entries of a model that is derived from this model.
 
-        The parts are this model itself, recorded as `kind` and `name`, and its own parts.
+        The first entry is this model itself, with the given kind and name; the entries in this
+        model's `parts` follow.
         """
         return (ProvenanceSource(kind, name, self.license or UNKNOWN), *self.parts)
 
     def joined(self, parts: Iterable[ProvenanceSource]) -> Provenance:
-        """Return a copy with `parts` appended; duplicates are omitted."""
+        """Return a copy with the given models and data added to `parts`, without duplicates."""
         return replace(self, parts=tuple(dict.fromkeys((*self.parts, *parts))))
 
     def conflicts(self) -> list[Conflict]:
@@ -167,7 +168,7 @@ def _from_record(record: Any, where: Path) -> Provenance:
 
 
 def _rename_old_key(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a provenance record with the license under its current key."""
+    """Return a provenance record in which the license key of earlier versions is renamed."""
     return {"license" if key == _OLD_KEY else key: value for key, value in record.items()}
 
 
@@ -180,7 +181,7 @@ def to_metadata(provenance: Provenance) -> dict[str, str]:
 
 
 def _license_of_card(card: Path) -> str:
-    """Return the license in the front matter of a Hugging Face model card; "" without one."""
+    """Return the license in the front matter of a Hugging Face model card; "" if none is stated."""
     try:
         text = card.read_text("utf-8") if card.is_file() else ""
     except (OSError, UnicodeDecodeError):
@@ -228,13 +229,13 @@ def write_provenance(directory: str | Path, provenance: Provenance, name: str = 
 
 
 def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance) -> None:
-    """Log a warning about conflicting clauses and unknown licenses of models or data.
+    """Log conflicting clauses (as warnings) and unknown licenses of models or data.
 
     Args:
         where: model or run that the provenance belongs to.
         provenance: record whose licenses are checked.
-        sources: records of the models that it was made from. Their own conflicts and unknown
-            licenses were logged when these records were written, and `bmforge info` shows them.
+        sources: records of the models that this model was made from. Their conflicts and unknown
+            licenses are not logged again; `bmforge info` shows them.
     """
     old = [conflict for source in sources for conflict in source.conflicts()]
     for conflict in provenance.conflicts():

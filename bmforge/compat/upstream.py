@@ -122,7 +122,7 @@ def _lookup(module: ModuleType, package: str, inside: str) -> Callable[[str], An
             return importlib.import_module(f"{module.__name__}.{name}")
         row = _find_row(package, path)
         if row is None or row.state != "gone":
-            for home in _homes(package, inside, name):
+            for home in _defining_modules(package, inside, name):
                 setattr(module, name, getattr(home, name))
                 return getattr(home, name)
             row = row or _find_row(package, name, last=True)
@@ -143,7 +143,7 @@ def _is_from_import(frame: FrameType) -> bool:
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
-def _homes(package: str, inside: str, name: str) -> Iterator[ModuleType]:
+def _defining_modules(package: str, inside: str, name: str) -> Iterator[ModuleType]:
     """Yield the modules that define a name, starting with the nearest parent of `inside`."""
     exports = _exports(package)
     parents = [".".join(inside.split(".")[:n]) for n in range(inside.count("."), 0, -1)]

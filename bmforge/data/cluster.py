@@ -116,7 +116,7 @@ def _make(
     tasks: int,
     before: Any = None,
 ) -> Any:
-    """Create a datatrove executor for `tasks` tasks that depends on another executor."""
+    """Create a datatrove executor for `tasks` tasks that starts after the executor `before`."""
     # The name contains a hash of the settings, so that results of other settings are not reused.
     name = f"{type(run).__name__.strip('_').lower()}-{run.stage}-{run.job.name(run.stage)}"
     options = dict(config.options)
@@ -176,7 +176,7 @@ class _Job:
         return self.keys().of(stage)[-1][:12]
 
     def spread(self, stage: str, rank: int, world: int) -> None:
-        """Process the shards of a stage that task `rank` is assigned, and write the results."""
+        """Process the shards of a stage that are assigned to task `rank`; write the results."""
         plan, steps, tokenizer = self._open()
         config = self.config.prepare
         keys = make_keys(plan, config, steps, tokenizer)

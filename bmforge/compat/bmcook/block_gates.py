@@ -1,9 +1,9 @@
-"""Structured pruning of blocks of a program's own classes that have ModelCenter's submodules.
+"""Structured pruning of user-defined blocks that contain ModelCenter's submodules.
 
 Such a block has `self_att.self_attention` (with `num_heads` and `attention_out`), `ffn.ffn` (with
 `w_in` and `w_out`), or both, as the layers of CPM-Live do. The gates, their costs and the training
-are those of `StructureMethod`. A program's own forward has fixed sizes, so in the end the weights
-of the pruned units are zeros.
+are those of `StructureMethod`. A user-defined forward may depend on the layer sizes, so
+the weights of pruned units are set to zero instead of being removed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _LAYERS = {
 
 
 class OwnBlocksMethod(StructureMethod):
-    """Structured pruning by trained gates of blocks with ModelCenter's submodules.
+    """Structured pruning, with trained gates, of blocks that contain ModelCenter's submodules.
 
-    `finish_` sets the weights of pruned units to zero: the output columns of a head or feature, and
-    all of them in a pruned sublayer or block.
+    `finish_` sets columns of output projections to zero: those that read a pruned head or feature,
+    or all columns if the sublayer or block is pruned.
 
     Attributes:
         handles: hooks by which the gates act.
@@ -87,7 +87,7 @@ class OwnBlocksMethod(StructureMethod):
             raise
 
     def _attach_gate(self, name: str, block: nn.Module, kind: str) -> HardConcrete:
-        """Create a gate, attach it to a block as a child, and make it scale its units."""
+        """Create a gate as a child module of a block, and register the hook that applies it."""
         layer: Any = block.get_submodule(_LAYERS[kind])
         attention: Any = block.get_submodule("self_att.self_attention") if kind == "heads" else None
         width = layer.weight.shape[1] if kind in ("heads", "features") else 1
@@ -149,7 +149,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _count_costs(block: nn.Module) -> dict[str, Half]:
-    """Return the parameter counts of a block's sublayers; a norm has one vector."""
+    """Return the parameter counts of a block's sublayers, each with a norm (one vector)."""
     halves = {}
     if _has(block, _LAYERS["heads"]):
         layer: Any = block.get_submodule("self_att.self_attention")
@@ -173,7 +173,12 @@ def _blend(
 
 
 def _clear_(layer: Any, closed: Tensor) -> None:
-    """Set the input columns of closed units to zero; a single unit means the whole layer."""
+    """Set the weight columns of pruned units to zero; with a single unit, also the bias.
+
+    Args:
+        layer: output projection of a sublayer.
+        closed: True for units whose gate is closed; a single unit is the whole layer.
+    """
     bias = layer._parameters.get("bias") if len(closed) == 1 else None
     for parameter in (layer._parameters["weight"], bias):
         if parameter is None:

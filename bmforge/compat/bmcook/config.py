@@ -246,7 +246,7 @@ def _distill_table(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _deepen(model: Any, text: str) -> Any:
-    """Return the model, or a deeper copy without weights if `text` has higher layer indices."""
+    """Return the model, or a deeper one on the meta device if `text` names layers it lacks."""
     depth = 1 + max(map(int, re.findall(r"layers\.(\d+)", text)), default=0)
     if not isinstance(model, Model) or depth <= model.config.num_layers:
         return model

@@ -119,6 +119,6 @@ def _tuples(section: Any) -> dict[str, Any]:
 
 
 def _zoo_model(model: nn.Module) -> Model | None:
-    """Return the bmforge model inside one of ModelCenter's classes; None for other classes."""
+    """Return a bmforge model, also from inside a ModelCenter class; None for other models."""
     inner = model if isinstance(model, Model) else getattr(model, "model", None)
     return inner if isinstance(inner, Model) else None

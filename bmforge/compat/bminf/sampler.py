@@ -32,7 +32,7 @@ def draw_options(
     }
 
 
-class _Lowered:
+class _Penalized:
     """Decoder mixin that penalizes tokens that occurred before.
 
     Args:
@@ -76,11 +76,11 @@ class _Lowered:
         return scores
 
 
-class LoweredDecoder(_Lowered, Decoder):
+class LoweredDecoder(_Penalized, Decoder):
     """Causal decoder with frequency and presence penalties."""
 
 
-class LoweredSeq2Seq(_Lowered, Seq2SeqDecoder):
+class LoweredSeq2Seq(_Penalized, Seq2SeqDecoder):
     """Encoder-decoder with frequency and presence penalties, which also count tokens of the
     source.
     """

@@ -38,7 +38,7 @@ class _Differentiable(nn.Module):
         return self.engine.tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the bmforge model, which prompts and soft tokens read."""
+        """Return an attribute of the bmforge model, so that prompt tuning can access it."""
         own = self.__dict__["_modules"]
         return own[name] if name in own else getattr(own["model"], name)
 

@@ -112,8 +112,8 @@ class TransformerBlockList(nn.ModuleList):
     Args:
         layers: the blocks.
         gpus: accelerator indices, or pairs of index and limit in bytes; blocks are divided over
-            them in order. On a CPU the indices are ignored and only the limits apply. If it is
-            empty, blocks are not moved.
+            them in order. On a CPU the indices are ignored and only the limits apply. If
+            `gpus` is empty, blocks are not moved.
 
     Raises:
         ConfigError: there are no blocks, or a limit is too small; the message names the smallest
@@ -145,9 +145,6 @@ class TransformerBlockList(nn.ModuleList):
             x: input of the first block.
             args: further arguments of every block.
             kwargs: keyword arguments of every block.
-
-        Shape:
-            x: input of the first block
         """
         for block in self:
             x = block(x, *args, **kwargs)
@@ -159,7 +156,7 @@ def wrapper(model: nn.Module, quantization: bool = True, memory_limit: float | N
 
     Args:
         model: any module with weights. Linear layers (transformers' Conv1D too) become
-            `QuantizedLinear`; a bmforge model is quantized as usual.
+            `QuantizedLinear`; a bmforge model is quantized by `quantize_`.
         quantization: True to quantize to int8.
         memory_limit: limit in bytes of all weights and buffers and of the streaming slots, one
             limit for all block lists together (default: 0.9 of the free memory of an accelerator;

@@ -86,7 +86,7 @@ class Block(Facade):
             self.shard()
 
     def shard(self) -> None:
-        """Shard the parameters; called after they are placed on their pipeline stage."""
+        """Shard the parameters; call it after the block is placed on its pipeline stage."""
         if not isinstance(self._module, FSDPModule):
             _shard_(self._module, frees=self.zero_level == 3)
 

@@ -69,10 +69,10 @@ def reduce_scatter(x: Tensor, op: Literal["sum", "avg"] = "sum", comm: Any = Non
 
 
 def all_reduce(x: Tensor, op: Op = "sum", comm: Any = None) -> Tensor:
-    """Reduce a tensor over the processes; all get the same result.
+    """Reduce a tensor over the processes; all processes get the same result.
 
-    With "max" and "min", the gradient goes to the process whose value was selected; with "prod", it
-    is multiplied by the product of the other values.
+    With "max" and "min", the gradient goes to the process whose value was selected; with "prod",
+    the gradient is multiplied by the product of the other processes' values.
     """
     group = _group(comm)
     if op == "sum":

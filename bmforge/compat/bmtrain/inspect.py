@@ -111,7 +111,8 @@ class InspectTensor:
 def inspect_tensor() -> Iterator[InspectTensor]:
     """Context manager that collects the tensors passed to `record_tensor`.
 
-    In a pipeline all processes enter it, and each one gets the tensors of all stages for its rows.
+    With a pipeline, all processes must use it; each process gets the tensors of all stages, for the
+    rows of its batch.
     """
     config.need("inspect_tensor")
     inspector = InspectTensor()
@@ -124,7 +125,7 @@ def inspect_tensor() -> Iterator[InspectTensor]:
 
 @contextmanager
 def collect_records() -> Iterator[list[Row]]:
-    """Context manager that collects recorded tensors in its list, hidden from `inspect_tensor`."""
+    """Context manager that yields a list for recorded tensors, and pauses `inspect_tensor`."""
     active, collector = config.inspected, InspectTensor()
     config.inspected = [collector] if active else []
     try:

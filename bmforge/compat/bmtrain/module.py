@@ -1,9 +1,9 @@
 """Modules with sharded parameters, which are gathered for computation and saved in full.
 
 `Facade` is the base class of blocks, a proxy that behaves like the wrapped module. `join_blocks_`
-joins a model's blocks under one `fully_shard` root, so that each prefetches the next. A single
-block is its own root. Blocks are joined when the first of them runs, not earlier: `fully_shard`
-needs the complete tree and parameters on their final device.
+joins a model's blocks under one `fully_shard` root, so that each block prefetches the next. A
+single block is its own root. Blocks are joined when the first of them runs, not earlier:
+`fully_shard` needs the complete tree and parameters on their final device.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class DistributedModule(nn.Module):
 
 
 def make_distributed_(model: nn.Module) -> None:
-    """Replace all parameters of a model with distributed ones of the same values and ties.
+    """Shard all parameters of a model in place; tied parameters stay tied.
 
     Its modules become `DistributedModule`s; class names stay the same.
     """

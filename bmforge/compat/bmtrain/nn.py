@@ -39,7 +39,7 @@ class ReduceType(Enum):
 
 
 class OpLinear:
-    """`F.linear`, as BMTrain names it."""
+    """`torch.nn.functional.linear` under BMTrain's name."""
 
     @staticmethod
     def apply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

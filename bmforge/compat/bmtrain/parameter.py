@@ -1,7 +1,8 @@
 """Sharded parameters, and conversion between shards and full tensors.
 
 A shard is a DTensor, sharded by rows over the processes whose gradients are summed. Tensor-parallel
-parts of a matrix are separate parameters; `Origin` records the dim along which it was split.
+parts of a matrix are separate parameters; `Origin` records the dim along which a matrix was
+split.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ class _DeepCopy(_Method):
     """Implements `copy.deepcopy` of a distributed parameter, keeping its sharding and gradient.
 
     With torch's own implementation, a copy has no metadata on one process, and shares the metadata
-    of the original on several.
+    of the original on several processes.
     """
 
     def __call__(self, memo: dict[int, Any]) -> Tensor:

@@ -33,8 +33,8 @@ __all__ = ["PipelineTransformerBlockList"]
 class PipelineTransformerBlockList(TransformerBlockList):
     """List of blocks, split evenly and contiguously over `pipe_size` pipeline stages.
 
-    Each process has the blocks of one stage, and only names and shapes of the others. With
-    one stage it is a `TransformerBlockList`.
+    A process has the parameters of the blocks of its stage; for the other blocks it has only the
+    parameters' names and shapes. With one stage the list works like a `TransformerBlockList`.
 
     Args:
         modules: layers of the list, each an ordinary module or a block with mode="PIPE".
@@ -259,7 +259,7 @@ class _Call:
         return outputs
 
     def _parts(self, record: _Record, of_grad: bool = False) -> list[tuple[Tensor]]:
-        """Return a record of this stage, or its gradient, by micro-batch; [] for other stages."""
+        """Return a record's tensors or gradients, one per micro-batch; [] on other stages."""
         if record.stage != self.owner.stage_id:
             return []
         parts = [records[record.index]["tensor"] for records in self.records]
@@ -269,7 +269,11 @@ class _Call:
         return [(torch.atleast_1d(t),) for t in parts]
 
     def record_own(self, own: list[Tensor]) -> list[Tensor]:
-        """Record this process's rows of the recorded tensors; return those of the block inputs."""
+        """Pass the tensors of named records to `record_tensor`; return those of block inputs.
+
+        Args:
+            own: this process's rows of each recorded tensor.
+        """
         for record, tensor in zip(self.recorded, own, strict=True):
             if record.name is not None:
                 record_tensor(tensor, record.name, record.group)
@@ -278,7 +282,7 @@ class _Call:
         return [t for r, t in zip(self.recorded, own, strict=True) if r.name is None]
 
     def _set_grads(self) -> None:
-        """Set the gradients of records, which include those that flow inside the pipeline."""
+        """Set `grad` of the recorded tensors to the gradients that the pipeline computed."""
         for record in self.recorded:
             if record.name is not None and record.requires_grad:
                 (grad,) = self._share(record.stage, self._parts(record, of_grad=True))

@@ -121,7 +121,7 @@ def _save_to_rank0(model: nn.Module, destination: State | None = None, prefix: s
 def _save_to_local_rank0(
     model: nn.Module, destination: State | None = None, prefix: str = ""
 ) -> State:
-    """Return a model's full `state_dict` on the first process of each machine; {} on others."""
+    """Return a model's full `state_dict` on the first rank of each machine; {} on other ranks."""
     return _gather_state(model, config["local_rank"] == 0, destination, prefix)
 
 

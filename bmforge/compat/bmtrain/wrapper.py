@@ -80,7 +80,7 @@ def _switch_caches_off_(model: nn.Module) -> None:
 
 
 def _count_uses(model: nn.Module) -> Counter[int]:
-    """Return how many modules use each parameter, by id; a tied one has several."""
+    """Return a dict from parameter id to the number of modules that use the parameter."""
     parameters = (p for module in model.modules() for p in module._parameters.values())
     return Counter(id(p) for p in parameters if p is not None)
 

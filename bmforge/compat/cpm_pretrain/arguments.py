@@ -115,7 +115,7 @@ def split_words(
 
     Args:
         words: words of a command line after the program.
-        names: known arguments; others are listed in `out`.
+        names: names of the known arguments.
         switches: arguments without values.
         out: result that receives unknown arguments.
     """

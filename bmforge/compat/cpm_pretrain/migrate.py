@@ -135,7 +135,7 @@ class _Places:
             value = self.number(name) if entry.converts == "alone" else None
             if name in self.arguments and entry.value is not None:
                 value = entry.value
-            if value is not None and self._is_ours(name):
+            if value is not None and self._is_supported(name):
                 self.out.put(entry.fields[0], value)
         self.out.put("layout.pp", self.stages)
         self._place_model()
@@ -150,7 +150,7 @@ class _Places:
                 continue
             self.out.dropped.append((name, entry.note or f"see {', '.join(entry.fields)}"))
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_supported(self, name: str) -> bool:
         """Return True if the recipe supports the argument.
 
         Otherwise an argument that the script sets is added to the list of unsupported arguments.

@@ -76,7 +76,7 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that applies a function to its input, and to the shared module of a tied key."""
+    """Layer that calls a function with its input, after the shared layer of a tied position."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -172,10 +172,14 @@ class PipelineModule(nn.Module):
             value = self.layers[str(number)](value)
         if span is None:
             return value
-        return StageOutput(value) if last == total else StageOutput(None, _carry(value, last))
+        return (
+            StageOutput(value)
+            if last == total
+            else StageOutput(None, _to_stage_tensors(value, last))
+        )
 
 
-def _carry(value: Any, number: int) -> tuple[Tensor, ...]:
+def _to_stage_tensors(value: Any, number: int) -> tuple[Tensor, ...]:
     """Convert a layer's output to tensors for the next stage."""
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):

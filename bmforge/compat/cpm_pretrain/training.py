@@ -325,7 +325,7 @@ def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
 
 
 def _evaluate(rows: Rows, model: nn.Module, *, objective: Any, steps: int) -> EvalResult:
-    """Return the mean loss of the next samples; start again if too few samples are left."""
+    """Return the mean loss of the next samples; restart the dataset if too few are left."""
     if len(rows.dataset) < (rows.step + steps) * rows.micro_batches * rows.size * rows.batch_size:
         rows.step = 0
     rows.check(steps)

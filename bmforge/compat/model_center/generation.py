@@ -116,7 +116,10 @@ class LlamaRandomSampling(_Generation):
 
 
 class _T5(_Generation):
-    """Generates the text of the first sentinel token, which is appended if it is missing."""
+    """Base class for T5, which generates text for the first sentinel token of the input.
+
+    The sentinel token is appended to texts that lack it.
+    """
 
     def _end_tokens(self) -> tuple[int, ...]:
         """Return the next sentinel token and the EOS token."""

@@ -64,7 +64,7 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
 
 
 def existing_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the targets that match a module, as in OpenDelta; if none matches one, all targets."""
+    """Return the targets that match a module, or all targets if no target matches a module."""
     missing: dict[str, str] = {}
     for target in targets:
         try:

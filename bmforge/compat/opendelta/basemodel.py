@@ -48,7 +48,7 @@ class DeltaBase(nn.Module):
     Args:
         backbone_model: any model; it is modified in place.
         modified_modules: target modules (default: the targets of the type). Targets that match
-            no module are ignored with a warning, if another target matches one.
+            no module are ignored with a warning, if at least one target matches.
         exclude_modules: name prefixes or targets of modules to skip (default: language-model heads,
             if `modified_modules` is None).
         unfrozen_modules: parameters that `freeze_module` leaves trainable; "deltas" means the
@@ -289,7 +289,7 @@ class DeltaBase(nn.Module):
             self.set_active_state_dict(self.backbone_model)
 
     def detach(self, module: nn.Module | None = None, reset_state_dict: bool = True) -> None:
-        """Remove the adapter; the backbone and its `state_dict` are then as before."""
+        """Remove the adapter from the backbone; by default, `state_dict` is complete again."""
         self._check_backbone(module)
         self.delta.detach()
         if reset_state_dict:

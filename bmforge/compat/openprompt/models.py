@@ -140,7 +140,7 @@ class PromptForGeneration(_Prompted):
 
     Args:
         plm, template, freeze_plm, plm_eval_mode: as in `PromptModel`.
-        gen_config: mapping of defaults of `generate`.
+        gen_config: default options of `generate`.
         tokenizer: accepted and ignored; the template's tokenizer is used.
     """
 

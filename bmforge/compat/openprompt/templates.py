@@ -50,7 +50,7 @@ class _OfWrapper(Template):
             self._begun = self.blanks
 
     def sentinel(self, number: int) -> str:
-        """Return the wrapper's token of a mask."""
+        """Return the token that the tokenizer wrapper uses for mask `number`."""
         return str(self._mask_token(number))
 
 
@@ -96,7 +96,11 @@ class ManualTemplate(nn.Module):
         return self
 
     def bind_wrapper(self, wrapper: Any) -> Template:
-        """Build the template for a tokenizer wrapper; a program's own may define `mask_token`."""
+        """Build the bmforge template for a tokenizer wrapper.
+
+        A wrapper class that a program defines may have a method `mask_token`, which returns the
+        token of a mask.
+        """
         mask = wrapper.mask_token(0) if hasattr(wrapper, "mask_token") else ""
         if self._wrapper != (settings := (mask, wrapper.starts_with_pad)):
             self._wrapper, self._bound = settings, {}

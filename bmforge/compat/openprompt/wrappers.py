@@ -1,6 +1,6 @@
-"""OpenPrompt's tokenizer wrappers, one per prompting mode, and its adapter of tokenizers.
+"""OpenPrompt's tokenizer wrappers, one per prompting mode.
 
-The adapter gives transformers' tokenizers bmforge's interface.
+`TheirTokenizer` adapts a transformers tokenizer to bmforge's interface.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class TokenizerWrapper:
         tokenizer: tokenizer of the model.
         truncate_method: "tail", "head" (cuts the beginning) or "balanced".
         options: further arguments of OpenPrompt's class. `decode_from_pad` False lets the decoder
-            of an encoder-decoder start with the first mask; others are accepted and ignored.
+            of an encoder-decoder start with the first mask; the other arguments are accepted and
+            ignored.
 
     Attributes:
         asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.

@@ -70,7 +70,7 @@ def is_public_address(text: str) -> bool:
 
 
 class AddressContext:
-    """Decides whether numbers in one text, passed in order, are addresses, by their context."""
+    """Decides by context whether numbers in a text, passed in order, are IP addresses."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -98,10 +98,10 @@ class AddressContext:
         return bool(_PRODUCT_BEFORE.search(before)) and not _HOST_BEFORE.search(before)
 
     def _is_titled(self, number: str) -> bool:
-        """Return True if the number has a title, and so has its section or all numbers before it.
+        """Return True if `number`, such as "3.2.1.2", is a section number with a title.
 
-        Lists of addresses rarely have titles, begin at 1 and leave out no number. So "3.2.1.2 Data"
-        is a section if there is a heading "3.2" or "3.2.1.1".
+        Section 3.2 or all sections before 3.2.1.2 (here 3.2.1.1) must have titles too, because a
+        list of addresses rarely has titles, begins at 1, and omits no number.
         """
         titled = self._titled
         if number not in titled:
@@ -114,7 +114,7 @@ class AddressContext:
 
     @cached_property
     def _titled(self) -> frozenset[str]:
-        """Numbers of two and four parts at the beginning of lines that a capital letter follows."""
+        """Section numbers with two or four parts at line starts, followed by a title."""
         headings = _TITLED_HEADING.findall(self._text)
         return frozenset(number for number, first in headings if not first.islower())
 

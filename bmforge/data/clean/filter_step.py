@@ -43,7 +43,7 @@ class JudgeByRules:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         own = "".join(f" {extra.name}={extra.version}" for extra in self.more)
         return f"{self.rules}: {rules_version(self.rules)}{own}"
 

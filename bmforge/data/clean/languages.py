@@ -157,9 +157,10 @@ def _split_tag(tag: str) -> tuple[str, str]:
 
 
 def _is_wanted(code: str, script: str, tags: tuple[str, ...]) -> bool:
-    """Return True if a tag has this language, and this script or none.
+    """Return True if one of the tags has this language, and either this script or no script.
 
-    A Chinese text without characters that are only simplified or traditional (``"Hani"``) is both.
+    ``"Hani"`` (Chinese without characters that are only simplified or only traditional) matches
+    tags with ``"Hans"`` and with ``"Hant"``.
     """
     for wanted_code, wanted_script in map(_split_tag, tags):
         is_both = script == "Hani" and wanted_script in ("Hans", "Hant")
@@ -191,7 +192,7 @@ class DetectLanguage:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"language=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -233,11 +234,11 @@ class CutParagraphs:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may cut a document differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"paragraphs=3 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Remove paragraphs in other languages; return a `Drop` if no text is left."""
+        """Remove paragraphs in unwanted languages; return a `Drop` if no text is left."""
         remaining = [part for part in document.text.split("\n\n") if self._stays(part)]
         if not any(part.strip() for part in remaining):
             excerpt = cut_excerpt(document.text)

@@ -41,7 +41,7 @@ def read_licenses(options: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def check_places(options: Sequence[str], files: Sequence[Path]) -> None:
-    """Raise `ConfigError` if the path of a license option is not one of the inputs or a parent."""
+    """Raise `ConfigError` if no input file is at or below the path of a license option."""
     for root, id in read_licenses(options):
         if root and not any(_is_below(file, root) for file in files):
             raise ConfigError(
@@ -68,7 +68,7 @@ class SetLicense:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever a document may get a different license."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"license=1 {self.places!r}"
 
     def __call__(self, document: Document) -> Document:
@@ -102,7 +102,7 @@ class KeepLicenses:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"policy=1 {self.policy} {sorted(POLICIES[self.policy])}"
 
     def __call__(self, document: Document) -> Document | Drop:

@@ -112,7 +112,7 @@ def _grade(line: str) -> int:
 
 
 def _table_rows(lines: list[str]) -> set[int]:
-    """Return the indexes of the rows of Markdown tables: blocks of lines with "|" and a rule."""
+    """Return the indexes of the rows of Markdown tables, which have a row of dashes ("|---|")."""
     rows: set[int] = set()
     for at, line in enumerate(lines):
         if "|" in line and _TABLE_RULE.match(line):
@@ -168,11 +168,11 @@ def _join_paragraph(paragraph: str) -> str:
     width = max(map(len, lines))
     if len(lines) <= _FEWEST_WRAPPED or width < 40 or width > 120:
         return paragraph
-    goes_on = [_goes_on(a, b, width) for a, b in pairwise(lines)]
-    if sum(goes_on) < _FEWEST_WRAPPED or 2 * sum(goes_on) < len(goes_on):
+    is_wrapped = [_is_wrapped(a, b, width) for a, b in pairwise(lines)]
+    if sum(is_wrapped) < _FEWEST_WRAPPED or 2 * sum(is_wrapped) < len(is_wrapped):
         return paragraph
     parts = [lines[0]]
-    for before, line, joined in zip(lines, lines[1:], goes_on, strict=False):
+    for before, line, joined in zip(lines, lines[1:], is_wrapped, strict=False):
         full = len(before) >= 0.75 * width
         if joined or (full and before.endswith(SENTENCE_ENDS) and not line.startswith((" ", "\t"))):
             parts[-1] = _glue(parts[-1], line)
@@ -181,7 +181,7 @@ def _join_paragraph(paragraph: str) -> str:
     return "\n".join(parts)
 
 
-def _goes_on(line: str, following: str, width: int) -> bool:
+def _is_wrapped(line: str, following: str, width: int) -> bool:
     """Return True if a line ends only because the text was wrapped at `width`."""
     if len(line) < 0.75 * width or line.endswith(SENTENCE_ENDS) or not following:
         return False

@@ -46,7 +46,8 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 class ListedWords:
     """A step that drops documents that contain too many words of a blocklist.
 
-    Entries with Chinese characters match anywhere, others match whole words, ignoring case.
+    Entries with Chinese characters match anywhere, other entries match whole words. Case is
+    ignored.
 
     Attributes:
         words: blocklist; all words are searched in a single pass (Aho-Corasick).
@@ -85,7 +86,7 @@ class ListedWords:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -119,7 +120,7 @@ class ListedHosts:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"list=1 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:

@@ -29,7 +29,7 @@ class TopNgrams:
         }
 
     def top(self, n: int) -> tuple[Sequence[str], int]:
-        """Return the most frequent n-gram (of several, the first) and its number of occurrences.
+        """Return the most frequent n-gram (the first of equally frequent ones) and its count.
 
         `n` is from 2 to the number of words.
         """

@@ -47,7 +47,7 @@ def normalise(text: str) -> str:
 def normalise_documents(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield the documents with normalized text; empty ones are counted and dropped."""
+    """Yield the documents with normalized text; empty documents are counted and dropped."""
     count = CleanCount() if count is None else count
     for document in documents:
         text = normalise(document.text)

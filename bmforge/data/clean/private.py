@@ -93,7 +93,7 @@ def is_bank_card(number: str) -> bool:
 
 
 def is_iban(number: str) -> bool:
-    """Return True for an IBAN with the correct length of its country and valid check digits.
+    """Return True for an IBAN with the correct length for its country and valid check digits.
 
     Source: ISO 13616 (ISO 7064, MOD 97-10).
     """
@@ -308,7 +308,7 @@ def _check_regions(regions: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class MaskPrivate:
-    """A step that masks private data, or drops documents that contain much of it.
+    """A step that masks private data, or drops documents with too many matches.
 
     Attributes:
         kinds: kinds of private data to mask.
@@ -336,7 +336,7 @@ class MaskPrivate:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may mask a text differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"private=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:

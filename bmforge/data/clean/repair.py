@@ -49,17 +49,18 @@ def repair_text(text: str) -> str:
         from ftfy.badness import is_bad
     except ImportError as error:
         raise MissingDependencyError("ftfy", "data", "repairing wrongly decoded text") from error
-    while redecoded := _read_again(text):  # repeated, as a text may have been decoded wrongly twice
+    # Repeated, as a text may have been decoded wrongly twice.
+    while redecoded := _decode_again(text):
         text = redecoded
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if not line.isascii():
-            again = _read_again(line)
+            again = _decode_again(line)
             lines[number] = again or (fix_encoding(line) if is_bad(line) else line)
     return "\n".join(lines)
 
 
-def _read_again(text: str) -> str:
+def _decode_again(text: str) -> str:
     """Decode the text with other encodings; return the first clearly better text, else "".
 
     A text is better if its fraction of frequent Chinese characters is clearly higher.
@@ -82,7 +83,7 @@ def _read_again(text: str) -> str:
 
 
 def _is_sure(text: str, decoded: str, wrong: str) -> bool:
-    """Return True if the new decoding is too long to be valid by chance."""
+    """Return True if `decoded` has too many non-ASCII characters to be valid by chance."""
     high = sum(character > "\x7f" for character in decoded)
     if wrong != "gb18030":
         return high >= _FEWEST

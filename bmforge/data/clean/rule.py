@@ -57,7 +57,7 @@ class RuleSet:
     """A named, versioned list of rules, in the order of evaluation.
 
     Attributes:
-        version: number that increases whenever a text may be judged or changed differently.
+        version: number that increases whenever the results for a text may change.
         form: function that returns the form of a text (``"prose"``, ``"poem"``, ``"list"``), for
             rules with `forms`.
         rewrite: function that returns the part to keep of a text that passes all rules, for example

@@ -81,7 +81,7 @@ class ScoreByFile:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"score=1 {Path(self.path).stem} {self.low} {self.high} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -138,7 +138,7 @@ def read_score(option: str) -> ScoreByFile:
 def _bucket_bounds(
     option: str, names: Sequence[str], bounds: tuple[float, float] | None
 ) -> tuple[float | None, float | None]:
-    """Return the lower and upper perplexity bound of one bucket or of several adjacent ones."""
+    """Return the lower and upper perplexity bound of one bucket or of adjacent buckets."""
     if bounds is None:
         raise ConfigError(
             f"scores={option!r} selects a bucket, but the file is a classifier, which has no "

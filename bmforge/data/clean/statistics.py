@@ -145,8 +145,8 @@ class TextStatistics:
     def top_ngram_share(self, n: int) -> float:
         """Return the fraction of characters in the most frequent word n-gram, including spaces.
 
-        An n-gram that occurs once counts too, as in datatrove, but not in scripts without spaces
-        between words: there a few clauses are all "words" of a text.
+        If no n-gram occurs twice, one that occurs once is used, as in datatrove. In scripts without
+        spaces between words the result is then 0, because each "word" is a whole clause.
         """
         if len(self.words) < n:
             return 0.0

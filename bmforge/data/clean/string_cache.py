@@ -30,7 +30,7 @@ class StringCache(dict[str, Value], Generic[Value]):
         self._earlier: dict[str, Value] = {}
 
     def __missing__(self, key: str) -> Value:
-        """Return the result from the second dict or by calling the function; cache it if short."""
+        """Return the result from the second dict or the function; cache it for short strings."""
         value = self._earlier[key] if key in self._earlier else self._function(key)
         if len(key) <= _LONGEST:
             if len(self) >= self._max_entries:

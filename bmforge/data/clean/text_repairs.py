@@ -46,7 +46,7 @@ class TidyText:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may change a text differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"tidy=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:

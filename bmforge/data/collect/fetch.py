@@ -145,7 +145,7 @@ def fetch(
 
 
 def _join_headers(pairs: list[tuple[str, str]]) -> dict[str, str]:
-    """Return a dict from lower-case header name to value; repeated headers joined with commas."""
+    """Return a dict from lower-case header name to value; repeated headers are joined by commas."""
     joined: dict[str, str] = {}
     for name, value in pairs:
         name = name.lower()

@@ -83,7 +83,7 @@ def equal_groups(
     Args:
         keys: key of each document.
         numbers: number of each document.
-        least: groups in which all numbers are smaller are omitted.
+        least: groups without a number of at least `least` are omitted.
 
     Shape: keys, numbers (N,); returned: the numbers of all members (M,), sorted within each group,
         and the sizes of the groups (G,).
@@ -103,9 +103,9 @@ def join_group(
 ) -> None:
     """Put the similar documents of a group of candidates into one cluster.
 
-    A document is compared with at most 128 earlier ones of other clusters, the first of each
-    cluster before the others, so that a group of many thousands of different texts takes linear
-    time. If `similar` is None, the whole group becomes one cluster.
+    A document is compared with at most 128 earlier documents of other clusters, beginning with the
+    first document of each cluster, so that a group of many thousands of different texts takes
+    linear time. If `similar` is None, the whole group becomes one cluster.
     """
     first: list[int] = []  # first document of each cluster
     others: list[int] = []

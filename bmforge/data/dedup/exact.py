@@ -68,7 +68,7 @@ def find_repeated_paragraphs(
 
     One occurrence is kept: the first one in the document with the highest priority by
     `DedupConfig.source_order`, then length, then hashes of text and id. Paragraphs are separated by
-    blank lines; short ones are ignored, as they repeat by chance.
+    blank lines; short paragraphs are ignored, as they repeat by chance.
 
     Args:
         documents: function that returns an iterable of the documents; called twice.
@@ -141,7 +141,7 @@ def locate_paragraphs(text: str, numbers: Iterable[int]) -> list[tuple[int, int]
 
 
 def cut_paragraphs(text: str, numbers: Iterable[int]) -> str:
-    """Return a text without some paragraphs, given indices from `find_repeated_paragraphs`."""
+    """Remove paragraphs from a text, given their indices from `find_repeated_paragraphs`."""
     parts = _BREAK.split(text)
     gone = set(numbers)
     remaining = [part for number, part in enumerate(parts[::2]) if number not in gone]

@@ -33,14 +33,14 @@ class Shingles:
         self._end = 0
 
     def add(self, number: int, shingles: Hashes) -> None:
-        """Append the hashes of one document."""
+        """Append the n-gram hashes of one document."""
         self._file.seek(self._end)
         self._file.write(shingles.tobytes())
         self._starts[number], self._counts[number] = self._end, len(shingles)
         self._end += len(shingles) * 8
 
     def read(self, number: int) -> Hashes:
-        """Return the hashes of one document."""
+        """Return the n-gram hashes of one document."""
         self._file.seek(self._starts[number])
         return np.frombuffer(self._file.read(int(self._counts[number]) * 8), np.uint64)
 
@@ -87,16 +87,16 @@ class Groups:
 
 
 class RepeatedItems:
-    """Numbers of the repeated items (tokens or paragraphs) of each document, in temporary files.
+    """Indices of the repeated items (tokens or paragraphs) of each document, in temporary files.
 
-    First add the number of items of all documents, in order; then the repeated items, in any order,
-    by their positions in the sequence of all items. The iterator yields an array of item numbers,
-    in ascending order, for each document.
+    First call `add_document` for all documents in order, then `add_repeated` with the positions of
+    repeated items in the concatenation of all documents, in any order. Iteration then yields, for
+    each document, a sorted array of the indices of its repeated items.
 
     Args:
         folder: folder of the files.
 
-    Memory: the repeated items of one of 256 ranges of positions.
+    Memory: the repeated items in the largest of up to 256 files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,14 +105,14 @@ class RepeatedItems:
         self._ends = (folder / "ends").open("wb")
 
     def add_document(self, num_items: int) -> int:
-        """Add the next document; return the position of its first item."""
+        """Add the next document; return the position of its first item in the concatenation."""
         first = self._total
         self._total += num_items
         self._ends.write(self._total.to_bytes(8, "little"))
         return first
 
     def add_repeated(self, positions: NDArray[np.int64]) -> None:
-        """Add the positions of repeated items, after all documents."""
+        """Add the positions of repeated items; call it after all calls of `add_document`."""
         self._ends.close()
         positions = np.sort(positions)
         edges = np.searchsorted(positions, np.arange(0, self._total + self._width, self._width))
@@ -121,7 +121,7 @@ class RepeatedItems:
                 file.write(positions[edges[number] : edges[number + 1]].tobytes())
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the numbers of the repeated items of each document."""
+        """Yield the sorted indices of the repeated items of each document."""
         self._ends.close()
         positions, loaded, first = np.zeros(0, np.int64), 0, 0
         for end in self._read_ends():

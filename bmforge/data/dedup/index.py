@@ -71,7 +71,7 @@ class SketchIndex:
 
     Raises:
         DataError: the index is incomplete, or one of its files is too short.
-        ConfigError: the index was made with other settings.
+        ConfigError: the index was built with settings that differ from those of `hasher`.
     """
 
     def __init__(self, folder: Path, hasher: MinHasher) -> None:

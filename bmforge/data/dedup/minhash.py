@@ -31,8 +31,8 @@ class DedupConfig:
         ngram: number of words, or Chinese characters, in an n-gram.
         hashes: number of MinHash permutations; divided into bands by `choose_bands`.
         seed: random seed of the permutations.
-        verify: True to compare candidates exactly; otherwise all texts that share a band are
-            duplicates.
+        verify: True to compare candidates exactly; False to treat all texts that share a band key
+            as duplicates.
         source_order: source prefixes, highest priority first; among duplicates the document whose
             source has the highest priority is kept. Ties are decided by the longer text, then the
             smaller hash of the text, then of the id.
@@ -59,7 +59,7 @@ class DedupConfig:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the detection may find different duplicates."""
+        """Version of the detection: a string that changes whenever its results may change."""
         return f"near=2 {self!r}"
 
 

@@ -191,10 +191,10 @@ def find_near_places(
             per band.
         shingle: function that returns sorted distinct n-gram hashes (default: `hash_shingles`).
         work_dir: folder of temporary files with the keys of a band and the candidates' n-grams.
-        bound_bytes: largest size of a band's keys in memory, at 32 bytes per document; larger ones
-            are sorted in files.
-        names: dict to which the ids of all candidate documents are added, under ``~number`` (the
-            complement of the candidate number), and under the position if this corpus contains it.
+        bound_bytes: largest size of a band's keys in memory, at 32 bytes per document; if they are
+            larger, they are sorted in files.
+        names: dict that receives the id of every candidate document, with the key ``~number`` for
+            its candidate number, and also with its position if it is in this corpus.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)
@@ -277,7 +277,7 @@ class _Candidates:
 
 
 def _rank(places: NDArray[np.int64], parts: Iterable[Sketches]) -> NDArray[np.int64]:
-    """Return the ranks (`rank_documents`) of the documents at sorted positions: (N,)."""
+    """Return the ranks (see `rank_documents`) of the documents at sorted positions `places`."""
     count, first = len(places), 0
     sources, sizes = np.empty(count, np.int64), np.empty(count, np.int64)
     texts, ids = np.empty(count, np.uint64), np.empty((count, 2), np.uint64)

@@ -140,7 +140,7 @@ class Decontaminate:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"overlap=1 cut={self.cut} {self.index.digest()}"
 
     def __call__(self, document: Document) -> Document | Drop:
@@ -167,7 +167,7 @@ class Decontaminate:
 def examples_of(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]], name: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every string in the rows of a test set, including nested ones.
+    """Yield the name and text of every string in the rows of a test set, at any nesting level.
 
     Args:
         source: path of a .jsonl, .json or .parquet file, or rows from `bmforge.data.tasks`.

@@ -74,7 +74,10 @@ def find_repeated_spans(
 def find_repeated_runs(
     documents: Iterable[Document], length: int, folder: Path
 ) -> Iterable[NDArray[np.int64]]:
-    """Find the token n-grams that occurred before; return the first tokens of each document's.
+    """Find token n-grams that occurred before, in the same or an earlier document.
+
+    The result yields an array for each document: the sorted indices of the tokens at which its
+    repeated n-grams begin.
 
     Args:
         documents: documents, in the order in which the first occurrence is kept.
@@ -133,7 +136,7 @@ def _repeated_places(path: Path) -> Iterator[NDArray[np.int64]]:
 
 
 def _read_slice(path: Path, number: int, slices: int) -> NDArray[np.void]:
-    """Return the entries of a file whose hashes belong to one of `slices` slices."""
+    """Return the entries of a file whose hashes are in slice `number` of `slices`."""
     chosen = [np.empty(0, _ENTRY)]
     with path.open("rb") as file:
         while len(entries := np.fromfile(file, _ENTRY, _READ_ENTRIES)):
@@ -143,7 +146,7 @@ def _read_slice(path: Path, number: int, slices: int) -> NDArray[np.void]:
 
 
 def locate_runs(text: str, starts: NDArray[np.int64], length: int) -> Spans:
-    """Return the text spans covered by n-grams, given the numbers of their first tokens."""
+    """Return the text spans covered by n-grams, given the indices of their first tokens."""
     return cover_runs(locate_tokens(text)[1], starts, length) if len(starts) else []
 
 

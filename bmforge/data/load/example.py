@@ -12,5 +12,5 @@ Example = Mapping[str, Sequence[int]]
 
 
 def fingerprint_of(*parts: object) -> str:
-    """Return a hexadecimal hash of all `parts`."""
+    """Return a hexadecimal hash of the arguments, computed from their `repr`."""
     return blake2b(repr(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

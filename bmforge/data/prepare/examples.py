@@ -90,14 +90,14 @@ class DropExamples:
 
     @property
     def version(self) -> str:
-        """Version string, which changes whenever the step may decide differently."""
+        """Version of the step: a string that changes whenever its results may change."""
         return f"overlap=1 cut={self.cut} {self.digest}"
 
     def __call__(self, document: Document) -> Document | Drop:
-        """Search a document for test examples.
+        """Return the document if it contains no test example.
 
-        Returns the document if there are none or, with `cut`, the document without them; otherwise
-        a `Drop` that names the example.
+        If it contains any, return the document without them if `cut` is True, else a `Drop` that
+        names the test example.
         """
         return _step(self.sets, self.cut, self.digest)(document)
 

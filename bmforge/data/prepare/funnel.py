@@ -66,7 +66,7 @@ class Funnel:
             self.change(step, documents, characters)
 
     def missing(self) -> Amount:
-        """Return the documents and bytes that were neither kept nor dropped; 0 if counts agree."""
+        """Return the documents and bytes that were neither kept nor dropped; normally 0."""
         gone = [self.kept, *self.dropped.values()]
         return Amount(
             self.read.documents - sum(amount.documents for amount in gone),

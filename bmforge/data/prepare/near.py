@@ -1,7 +1,7 @@
 """Drops near duplicates: workers sketch the shards, then one stage clusters all documents.
 
 The clustering stage finds candidate pairs, reads these documents again, and drops all documents of
-a cluster but one. The dropped ones are written to a list that the encoding stage reads.
+a cluster but one. The dropped documents are written to a list that the encoding stage reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,12 @@ def dedup_config(config: DuplicatesConfig) -> DedupConfig | None:
 
 @dataclass(frozen=True)
 class NearDrops:
-    """File with the near duplicates to drop, from `choose_survivors`, and the threshold."""
+    """File with the near duplicates to drop, which `choose_survivors` wrote.
+
+    Attributes:
+        path: path of the file.
+        threshold: minimum Jaccard similarity of near duplicates.
+    """
 
     path: Path
     threshold: float

@@ -85,7 +85,8 @@ def prepare(
         steps: additional steps, run after those of `config`.
 
     Raises:
-        ConfigError: `out_dir` contains a corpus from other settings or inputs, or other files.
+        ConfigError: `out_dir` contains unrelated files, or a corpus that was prepared with
+            different settings or inputs.
         DataError: an input is damaged, most input bytes are not read, or no text is left.
     """
     config = config or PrepareConfig()
@@ -135,7 +136,7 @@ def _prepare(
 
 
 def _remove_finished_work(work: Path, is_kept: bool) -> None:
-    """Remove the work directory if the process was killed after the corpus was complete."""
+    """Remove the work directory of a run that was killed after its corpus was complete."""
     if is_kept or not work.exists():
         return
     try:
@@ -218,7 +219,7 @@ def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> N
 
 
 def _list_inputs(inputs: Paths | None, config: PrepareConfig) -> list[Path] | None:
-    """Return the input files; report unsupported formats, and licenses of other files."""
+    """Return the input files; check for unsupported formats and for wrong license paths."""
     unread: list[Path] = []
     files = None if inputs is None else list_files(inputs, unread)
     check_unread(files or (), unread, config.read.skip_unread)
@@ -242,7 +243,13 @@ def _check_same(
     now: list[InputFile],
     steps: Sequence[DocumentStage],
 ) -> None:
-    """Raise `ConfigError` if the finished corpus has other settings, inputs or stores."""
+    """Check that a finished corpus is the one that was requested, and that its stores are intact.
+
+    Raises:
+        ConfigError: the corpus was prepared with settings, steps or inputs that differ from the
+            requested ones.
+        DataError: a token store does not have the recorded number of tokens.
+    """
     was, requested = (
         ungrouped_values(replace(c, execution=config.execution)) for c in (report.config, config)
     )

@@ -39,7 +39,7 @@ class InputFile:
 class FileRange:
     """Range of a file in bytes or rows, `begin` to `end` (-1: end of file).
 
-    `line` is its first line.
+    `line` is the number of its first line.
     """
 
     path: str

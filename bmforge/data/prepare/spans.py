@@ -35,7 +35,12 @@ _SIZE = np.dtype([("position", "<i8"), ("text_bytes", "<i8")])
 
 
 class LeastRepeats(NamedTuple):
-    """Minimum lengths of repeats: spans in tokens, paragraphs in characters; None to skip them."""
+    """Minimum length of a repeat that is removed; None to keep repeats of this kind.
+
+    Attributes:
+        tokens: minimum length of a span.
+        characters: minimum length of a paragraph.
+    """
 
     tokens: int | None
     characters: int | None
@@ -56,8 +61,11 @@ def check_spans(config: DuplicatesConfig) -> None:
 
 @dataclass(frozen=True)
 class Repeats:
-    """File of repeated spans to remove, written by `choose_spans`, and the minimum length of a
-    span.
+    """File with the repeated spans and paragraphs to remove, written by `choose_spans`.
+
+    Attributes:
+        path: path of the file.
+        least: minimum lengths of the repeats that are removed.
     """
 
     path: Path
@@ -99,9 +107,10 @@ def without(document: Document, spans: Spans) -> Document:
 def choose_spans(
     documents: Path, counts: Sequence[int], before: Path, folder: Path, least: LeastRepeats
 ) -> dict[str, Any]:
-    """Find repeats; write their list, ``spans``, the new ``sizes``, and the mask ``kept``.
+    """Find repeated spans and paragraphs, and write three files to `folder`.
 
-    Documents that consist only of repeats are dropped in the mask.
+    ``spans`` lists the repeats, ``sizes`` has the documents' sizes without the repeats, and
+    ``kept`` is a mask that is False for dropped documents, which consist only of repeats.
 
     Args:
         documents: folder of the first stage.
@@ -181,7 +190,7 @@ def _find_repeats(
 
 
 def _merge(spans: Spans) -> Spans:
-    """Sort spans and merge overlapping ones."""
+    """Sort spans, and merge those that overlap."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if merged and begin < merged[-1][1]:

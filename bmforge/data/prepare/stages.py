@@ -4,7 +4,7 @@ The stages are documents (per shard) -> duplicates -> split -> tokenizer -> enco
 Optional stages before the split are sketches (per shard) -> near_duplicates, which drop near
 duplicates, and spans, which cuts repeated spans. The key of a stage is a hash of its settings and
 of the previous key, so a changed setting invalidates the first stage that reads it, and all later
-ones.
+stages.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _SAMPLE_BYTES = 1 << 28  # bytes of text for tokenizer training, the step with t
 
 @dataclass(frozen=True)
 class StageKeys:
-    """Journal keys of each stage: one per shard, or a single one; empty for a disabled stage."""
+    """Journal keys of each stage: a list with a key per shard, or one key; empty if disabled."""
 
     documents: list[str]
     duplicates: str

@@ -1,1 +1,1 @@
-"""Readers of text from many file formats; `files.py` is the entry, `kinds.py` the table."""
+"""Readers of text from many file formats; start at `files.py`; `kinds.py` lists the formats."""

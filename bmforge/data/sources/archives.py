@@ -45,7 +45,7 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as zip ({error}).") from error
+        raise DataError(f"file {str(where)!r} is not a readable ZIP archive ({error}).") from error
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:

@@ -104,7 +104,10 @@ def _suffix_of(file: Path) -> str:
 
 
 def _read_record(location: str, record: Any, folder: Path | None) -> ChatExample:
-    """Read a conversation; `folder` is the folder of its images, None if it may have none."""
+    """Convert a record to a conversation.
+
+    Image paths are relative to `folder`; if it is None, images are not supported.
+    """
     messages, form_fields = find_messages(record, location, folder is not None)
     if folder is not None:
         messages = find_images(record, messages, location, folder)

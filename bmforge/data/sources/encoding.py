@@ -153,7 +153,10 @@ def check_encoding(name: str) -> None:
 
 
 def _is_allowed(decoded: Decoded, encoding: str) -> bool:
-    """Return True if a text is UTF-8, is marked by a BOM or escapes, or has the given encoding."""
+    """Return True if the encoding of a text is UTF-8, marked by a BOM or escapes, or `encoding`.
+
+    If `encoding` is "", every encoding is allowed.
+    """
     marked = (name for _, name in (*_MARKS, *_ESCAPES))
     names = ("utf-8", *marked, *_known_labels([encoding]))
     return not encoding or decoded.encoding in names
@@ -301,7 +304,7 @@ def detect_encoding(raw: bytes) -> str:
     best = max(scores, key=lambda name: scores[name])  # of equal scores, the first
     if scores[best] >= SURE:
         return best
-    return _ask_library(sample)
+    return _detect_by_library(sample)
 
 
 def _try(raw: bytes, name: str) -> str | None:
@@ -341,7 +344,7 @@ def _detect_utf16(sample: bytes) -> str:
     return best if scores[best] >= 0.9 and len(sample) >= 4 else ""
 
 
-def _ask_library(sample: bytes) -> str:
+def _detect_by_library(sample: bytes) -> str:
     """Detect the encoding with the library resiliparse, which also knows Windows code pages."""
     try:
         from resiliparse.parse.encoding import detect_encoding as ask

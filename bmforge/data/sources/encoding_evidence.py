@@ -82,13 +82,13 @@ def score_frequent(sample: bytes, name: str) -> float:
 
 
 def frequent_ratio(text: str) -> float:
-    """Return the fraction of frequent characters among the non-ASCII ones; 0 if they are few."""
+    """Return the fraction of non-ASCII characters that are frequent; 0 if the text has too few."""
     wide = [c for c in text if c > "\x7f"]
     return sum(c in frequent_characters() for c in wide) / len(wide) if len(wide) >= FEWEST else 0.0
 
 
 def is_japanese_euc(sample: bytes) -> bool:
-    """Detect EUC-JP by its kana.
+    """Return True if bytes are Japanese text in EUC-JP, judged by the fraction of kana.
 
     The fraction of frequent characters is not enough: EUC-JP text that is decoded as GB 2312 also
     has frequent characters.
@@ -99,7 +99,7 @@ def is_japanese_euc(sample: bytes) -> bool:
 
 
 def is_korean(sample: bytes) -> bool:
-    """Detect Korean by its Hangul.
+    """Return True if bytes are Korean text in EUC-KR, judged by the fraction of Hangul.
 
     The fraction of frequent characters is not enough: Korean text that is decoded as GB 2312 also
     has frequent characters.

@@ -184,7 +184,7 @@ def _mark_figure(tag: re.Match[str]) -> str:
 
 
 def _split_marks(marked: str) -> Iterator[tuple[str, int, bool]]:
-    """Yield each line without markers, the number of its linked characters, and if it is a caption.
+    """Yield each line without markers, its number of linked characters, and if it is a caption.
 
     Spaces are not counted.
     """

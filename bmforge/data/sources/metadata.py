@@ -30,9 +30,9 @@ _FIRST_MILLISECONDS = 10**11  # as seconds, this is the year 5138
 def read_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that a record or its object `metadata` states.
 
-    A value may be a string, a list, or an object with a key such as `name` or `url`. Of a list of
-    licenses or terms all apply; of the other lists the first value is used. A license of any other
-    form is `UNKNOWN`, so that it is not mistaken for a license that is not stated.
+    A value may be a string, a list, or an object with a key such as `name` or `url`. All
+    entries of a list of licenses or terms apply; of any other list, only the first entry is used. A
+    license in another form is `UNKNOWN`, so that it is not mistaken for a missing license.
     """
     nested = record.get(_NESTED)
     sources = [record, nested] if isinstance(nested, Mapping) else [record]

@@ -115,7 +115,10 @@ class _Guarded(io.RawIOBase):
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompress a zstd stream of one or more frames; unlike zstandard's, it detects truncation."""
+    """Decompressed stream of one or more zstd frames.
+
+    Unlike the reader of the library zstandard, it raises an error if the input is truncated.
+    """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def _read_page(page: Any) -> str:
 def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
     """Yield a line with its bounding box; a line that spans two columns is split.
 
-    Positions count the characters in the file, not those that pdfium generates.
+    `begin` is the index of the first character of `text` among the characters of the page.
     """
     words = list(_WORD.finditer(text))
     boxes = [

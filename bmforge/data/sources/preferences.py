@@ -45,7 +45,7 @@ class PreferenceExample:
             the prompt.
         chosen: preferred answer: text, or the messages after the prompt; None if the only answer is
             rated bad.
-        rejected: the other answer; None if the only answer is rated good.
+        rejected: answer that is not preferred; None if the only answer is rated good.
         margin: difference of the answers' scores; None without scores.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields.
@@ -252,7 +252,7 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
 def _read_marked(
     values: Mapping[str, Any], mark: str, location: str, shared: Any
 ) -> PreferenceExample:
-    """Build an example from an answer that is labelled good (true) or bad (false)."""
+    """Build an example from an answer that is labeled good (true) or bad (false)."""
     label = values[mark]
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{location}: {mark}={label!r} must be true or false.")

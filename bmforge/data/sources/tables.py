@@ -82,10 +82,10 @@ def _split_rows(
 ) -> Iterator[tuple[int, list[str] | Record]]:
     """Yield the number of each row's last line, and its fields or an error record.
 
-    A quotation mark without its counterpart makes several lines one row. Tables with tabs often
-    have such marks, as many programs do not quote fields there. Their lines are then rows if the
-    marks are not those of a quoted field, or if each line has all columns. In other tables, such a
-    row is an error, because its lines cannot be separated.
+    An unpaired quotation mark joins several lines into one row. It is common in tab-separated
+    tables, as many programs write these without quoting. So each line of such a row becomes a
+    separate row if the mark does not begin or end a field, or if each line has all columns. In
+    tables with another delimiter, the row is an error, because its lines cannot be separated.
     """
     taken: list[str] = []  # lines of the current row
 

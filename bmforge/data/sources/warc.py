@@ -33,7 +33,7 @@ _BINARY_TYPES = ("image/", "video/", "audio/", "font/")
 
 
 def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
-    """Yield a record for each WARC response, resource and conversion; damaged ones are skipped."""
+    """Yield a record for each WARC response, resource and conversion that is not damaged."""
     _import(where)
     for number, (at, raw, error) in enumerate(_parts(stream), where.line):
         if 0 <= where.end <= at:  # end of the range

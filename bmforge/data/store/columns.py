@@ -96,7 +96,7 @@ class ColumnsBuilder:
         self._rows.append((*numbers, number_of_date(document.date), quality))
 
     def build(self) -> Columns:
-        """Return the columns of all added documents."""
+        """Return the metadata of all added documents."""
         names = {name: list(table) for name, table in self._numbers.items()}
         return Columns(names, np.array(self._rows, dtype=_ROW))
 

@@ -21,7 +21,7 @@ class SelectedStore(TokenStore):
         store: single or sharded store.
         mask: True for the documents to include, shape (documents,).
 
-    Memory: 16 bytes per included document, and 32 per run of adjacent ones.
+    Memory: 16 bytes per included document, and 32 per run of adjacent documents.
     """
 
     def __init__(self, store: TokenStore, mask: NDArray[np.bool_]) -> None:

@@ -91,7 +91,8 @@ class ShardedStore(TokenStore):
         shards: the stores, in order.
 
     Raises:
-        DataError: the list or a store is missing or damaged, or they do not match.
+        DataError: the list or a store is missing or damaged, or the size of a store differs from
+            the list.
 
     Memory: a few kB per shard.
     """
@@ -128,7 +129,7 @@ class _Pointers(JoinedArray):
 
 
 def _marks(store: TokenStore) -> Any:
-    """Return the document starts of a store, then its number of sequences."""
+    """Return the index of each document's first sequence, then the number of sequences."""
     marks = store.doc_idx
     if not len(marks):
         return np.array([0, len(store)] if len(store) else [0], dtype=np.int64)

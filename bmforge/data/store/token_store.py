@@ -106,8 +106,9 @@ class TokenStore:
     def map_for_random_access(self) -> NDArray[np.integer]:
         """Return a second memory mapping of `tokens`, for reading short spans in random order.
 
-        The second mapping has no read-ahead: the default read-ahead (8 MB on one system) made a
-        cold random row over 100 times slower, but sequential scans need it.
+        The second mapping has no read-ahead: the default read-ahead (8 MB on one system) made
+        reading an uncached span at a random offset over 100 times slower, but sequential scans
+        need it.
         """
         tokens = _map(store_paths(self.prefix)[0], self.dtype, 0, self.num_tokens)
         mapping = getattr(tokens.base, "_mmap", None)

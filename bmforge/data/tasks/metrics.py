@@ -100,7 +100,9 @@ def token_f1(predicted: str, answer: str) -> float:
 
 
 def answer_scores(predicted: Sequence[str], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the F1 and exact match (`em`) of text answers, each with the best accepted answer.
+    """Return the F1 and exact match (`em`) of text answers.
+
+    An answer is compared with every accepted answer, and its best score is used.
 
     Raises:
         ShapeError: the lengths differ, or a question has no accepted answer.
@@ -282,7 +284,7 @@ _SCORES: Mapping[str, Callable[[Sequence[Any], Sequence[TaskExample]], dict[str,
 
 
 def _check_pairs(predicted: Sequence[Any], labels: Sequence[Any]) -> None:
-    """Raise `ShapeError` if there are no examples, or not one prediction for each."""
+    """Raise `ShapeError` if there are no examples, or not as many predictions as examples."""
     if len(predicted) != len(labels) or not labels:
         raise ShapeError(
             f"there are {len(predicted)} predictions for {len(labels)} examples (needed: one "

@@ -122,13 +122,13 @@ def continue_prompt(
 
 
 class AnswerRows:
-    """Encoded prompts with answers, which are trained on; an `ExampleSource`.
+    """Encoded prompts with answers; only answer tokens have labels. An `ExampleSource`.
 
     Args:
         pairs: prompts and answers.
         config: recipe config, which determines the sequence length and padding.
-        reads_apart: True for an encoder-decoder, which reads prompt and answer separately; False to
-            concatenate them.
+        reads_apart: True for an encoder-decoder, whose encoder reads the prompt and whose decoder
+            generates the answer; False for a decoder, which reads prompt and answer concatenated.
     """
 
     def __init__(self, pairs: Sequence[Pair], config: Any, reads_apart: bool) -> None:

@@ -24,8 +24,8 @@ class TaskExample:
         fields: dict from field name to text.
         label: index into the task's `label_names`, or into `choices` if the example has its own;
             the first of `answers` for a text answer; None if the label is not published.
-        idx: index in the task's files, or a tuple; answers to a question differ only in its last
-            number.
+        idx: index in the task's files, or a tuple of indices; the tuples of several answers to one
+            question differ only in the last index.
         choices: answer options of this example.
         answers: accepted texts, for tasks with text answers.
     """

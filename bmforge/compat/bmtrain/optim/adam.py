@@ -177,12 +177,12 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """Adam optimizer with its states on the host; otherwise like `AdamOptimizer`.
+    """Variant of `AdamOptimizer` that keeps its states, and updates parameters, on the host.
 
-    Without an accelerator the results are equal, except for the rounding of fp32 parameters, which
-    torch's fused kernel updates here. Gradients and updated weights are copied while other
-    parameters are updated. `step` returns when all parameters are updated, and the device waits for
-    the last copy.
+    Without an accelerator the results equal those of `AdamOptimizer`, except for the rounding of
+    fp32 parameters, which are updated by torch's fused kernel. Gradients and updated weights are
+    copied while other parameters are updated. `step` returns when all parameters are updated, and
+    the device waits for the last copy.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, scale: see `AdamOptimizer`.

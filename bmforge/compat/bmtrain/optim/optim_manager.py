@@ -188,7 +188,7 @@ class OptimManager:
 def _grads(groups: Groups) -> list[tuple[Tensor, Tensor]]:
     """Return (parameter, gradient) pairs of all parameters with a gradient.
 
-    The gradient is the local shard; of a sparse gradient, its values.
+    A gradient is given by its local shard, or by its values if it is sparse.
     """
     grads = []
     for param in (param for group in groups for param in group["params"]):
@@ -258,7 +258,7 @@ def clip_grad_norm(
     nonempty = [(p, grad) for p, grad in _grads(param_groups) if grad.numel()]
     total = torch.zeros((), dtype=torch.float64, device=config.device)
     for param, grad in nonempty:
-        if _counts_here(param):
+        if _is_in_norm(param):
             norm = torch.linalg.vector_norm(grad, power, dtype=_wide(grad)).double()
             total = torch.maximum(total, norm) if math.isinf(power) else total + norm**power
     operation = dist.ReduceOp.MAX if math.isinf(power) else dist.ReduceOp.SUM
@@ -275,7 +275,7 @@ def _wide(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def _counts_here(param: Tensor) -> bool:
+def _is_in_norm(param: Tensor) -> bool:
     """Return True if the norm includes this process's gradient; replicas are counted once."""
     origin = origin_of(param)
     if origin is None:

@@ -28,7 +28,8 @@ class CPM1Rows(rows.PromptRows):
         """Encode an example as tensors.
 
         Shape:
-            input_tokens, input_context, input_span, index: (max_length,); the others: scalars
+            input_tokens, input_context, input_span, index: (max_length,); input_length,
+            targets: scalars
 
         Raises:
             DataError: the text is longer than max_length.

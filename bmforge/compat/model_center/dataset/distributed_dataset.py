@@ -85,7 +85,7 @@ class DistributedDataset:
         return int(times.argmin())
 
     def _open_block(self, block: int, offset: int) -> None:
-        """Continue reading at an offset of a block; -1 to read no block."""
+        """Continue reading at byte `offset` of a block; if `block` is -1, read nothing."""
         self._block, self._offset = block, offset
         self._left: Iterator[tuple[int, Any]] = iter(())
         if block >= 0:

@@ -18,11 +18,11 @@ __all__ = ["DistributedDataLoader", "share_batches"]
 
 
 class DistributedDataLoader:
-    """Batches of this process's part of a dataset; every process gets the same number.
+    """Batches of this process's part of a dataset; every process gets equally many batches.
 
     With `shuffle`, for training, each epoch has a different order, and a few samples are repeated
-    so that every process has the same number. Without it, for evaluation, every sample occurs
-    exactly once, and the last batches may differ in size.
+    so that every process has the same number of samples. Without `shuffle`, for evaluation, every
+    sample occurs exactly once, and the last batches may differ in size.
 
     Args:
         dataset: dataset of tensors with a length.

@@ -17,7 +17,7 @@ _SEPARATOR = 4  # id of <sep>; a segment that ends with <sep> is predicted up to
 
 
 class _Pairs(Dataset[Any]):
-    """Base class of datasets of token sequences with targets; slices skip samples of None."""
+    """Base class of datasets of token sequences with targets; slices omit skipped samples."""
 
     ctx: Any
     tgt: Any

@@ -50,7 +50,7 @@ _OWN_PARTS = ("model.", "head.", "cls_projection.")
 Kind = TypeVar("Kind", bound="BaseModel")
 
 
-def _is_saved_here(directory: Path) -> bool:
+def _is_bmtrain_checkpoint(directory: Path) -> bool:
     """Return True if `bmt.save` wrote the weights, with the parameter names of these classes."""
     return all(name.startswith(_OWN_PARTS) for name in read_pickle(directory / _WEIGHTS))
 
@@ -140,7 +140,7 @@ class BaseModel(nn.Module):
         for field, value in fields.items():
             setattr(config, field, value)
         family = config.kind()
-        if is_model_center(directory) and _is_saved_here(directory):
+        if is_model_center(directory) and _is_bmtrain_checkpoint(directory):
             saved = cls(config)
             store.load(saved, directory / _WEIGHTS)
             return saved.train()
@@ -182,8 +182,8 @@ class BaseModel(nn.Module):
         if options.output_logits:
             logits = self.make_logits(hidden)
         elif options.output_logits is None:
-            can_be = self.cls_projection is not None or self.head is not None
-            logits = Later(lambda: self.make_logits(hidden), can_be)
+            is_available = self.cls_projection is not None or self.head is not None
+            logits = Later(lambda: self.make_logits(hidden), is_available)
         out = make_output(logits)
         return out if options.return_dict else tuple(out)
 

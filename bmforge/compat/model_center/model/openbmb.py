@@ -72,7 +72,7 @@ class GLM(TextModel):
         if sep is not None:
             if length is not None and input_ids is not None:
                 attention_mask = lengths_to_mask(length, input_ids.shape[1])
-            attention_mask = self._show_part_a(input_ids, sep, attention_mask)
+            attention_mask = self._prefix_or_mask(input_ids, sep, attention_mask)
         return super().forward(input_ids, length, attention_mask, None, position_ids, **options)
 
     def _complete(
@@ -93,7 +93,7 @@ class GLM(TextModel):
             places = derived[:, 1] if places is None else places
         return torch.stack((positions.long(), places.long()), 1)
 
-    def _show_part_a(
+    def _prefix_or_mask(
         self, input_ids: Tensor | None, sep: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
         """Return the prefix lengths `sep`, or the pairwise mask if an attention mask is given."""

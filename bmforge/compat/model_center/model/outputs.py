@@ -18,11 +18,15 @@ class Later:
 
     Args:
         make: function that computes the value, or raises an error with the reason.
-        can_be: False if `make` raises; reading the value by position then returns None.
+        is_available: False if `make` always raises an error; positional access then returns None.
     """
 
-    def __init__(self, make: Callable[[], Tensor], can_be: bool = True) -> None:
-        self.make, self.can_be, self.has_gradients = make, can_be, torch.is_grad_enabled()
+    def __init__(self, make: Callable[[], Tensor], is_available: bool = True) -> None:
+        self.make, self.is_available, self.has_gradients = (
+            make,
+            is_available,
+            torch.is_grad_enabled(),
+        )
 
     def __call__(self) -> Tensor:
         """Compute and return the value."""
@@ -55,7 +59,7 @@ class ModelOutput:
 
     def _peek(self, name: str) -> Any:
         value = self._values[name]
-        is_void = isinstance(value, Later) and not value.can_be
+        is_void = isinstance(value, Later) and not value.is_available
         return None if is_void else getattr(self, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +79,10 @@ class ModelOutput:
 
     def keys(self) -> tuple[str, ...]:
         """Return the names of the fields that are not None."""
-        void = (v is None or (isinstance(v, Later) and not v.can_be) for v in self._values.values())
+        void = (
+            v is None or (isinstance(v, Later) and not v.is_available)
+            for v in self._values.values()
+        )
         return tuple(name for name, is_void in zip(self.fields, void, strict=True) if not is_void)
 
     def to_tuple(self) -> tuple[Any, ...]:

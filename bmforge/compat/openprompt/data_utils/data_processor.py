@@ -105,7 +105,7 @@ class FileProcessor(DataProcessor):
         LABELS: labels in the order of their indices; None for a dataset without labels.
         FILE: path of a split's file in the dataset's folder, with `{split}`.
         READ: function that yields the examples of a file.
-        SPLITS: names in the file path that differ from the split's name.
+        SPLITS: dict from a split to its name in the file path, if the two differ.
     """
 
     LABELS: ClassVar[Sequence[Any] | None] = None

@@ -155,7 +155,7 @@ def _read_wsc(path: Path, split: str) -> Iterator[Values]:
 
 
 def _find_span(words: list[str], text: str, index: int) -> int:
-    """Return the index in `words` at which `text` begins: `index`, or the one before or after.
+    """Return the index in `words` at which `text` begins: `index`, `index` - 1 or `index` + 1.
 
     If the word at `index` only begins with `text`, it is split in `words`. A text that is not
     found keeps its index, with a warning, as in the original.

@@ -35,7 +35,13 @@ _FEWEST_WORDS = 3
 
 @dataclass(frozen=True)
 class KeptLines:
-    """Result of C4's line filter: kept lines, sentence count, rule that dropped the page."""
+    """Result of C4's line filter for one page.
+
+    Attributes:
+        lines: lines that are kept.
+        sentences: number of sentences in these lines.
+        found: name of the rule that drops the page; "" if no rule does.
+    """
 
     lines: tuple[str, ...]
     sentences: int
@@ -77,7 +83,7 @@ def _has_phrase(text: TextStatistics) -> bool:
 
 
 def _long_lines(text: TextStatistics) -> list[tuple[str, bool]]:
-    """Return the lines of at least three words, each with True if it has a sentence-ending mark.
+    """Return the lines of at least three words, and whether each has a sentence-ending mark.
 
     Citations are removed after words are counted. Lines with an overlong word are omitted.
     """
