@@ -112,7 +112,7 @@ class StepGraphs:
 
 
 def _round_rows(count: int) -> int:
-    """Round up to 1, 2, 4 or a multiple of 16, the rows of a tile of the tensor cores."""
+    """Round a batch size up to 1, 2, 4 or a multiple of 16, the rows of a tensor-core tile."""
     return 1 << (count - 1).bit_length() if count <= 4 else -(-count // 16) * 16
 
 

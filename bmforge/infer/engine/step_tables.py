@@ -51,8 +51,8 @@ class TablesOnDevice:
         row_pages: pages of each sequence.
         few: indices of the tokens of sequences with few tokens, on accelerators; None if there are
             none.
-        page_tables: pages of the sequence of each of these tokens; None without `few`.
-        ends: number of tokens that each of them attends to; None without `few`.
+        page_tables: pages of the sequence of each token in `few`; None without `few`.
+        ends: number of tokens that each token in `few` attends to; None without `few`.
 
     Shape:
         ids, positions, pages, offsets: (T,) int64; scored: (M,) int64; row_pages: (width,) int64

@@ -263,7 +263,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the model on the last selected outputs (first ``<s>``); return the next logits.
+        """Run the model on the last chosen outputs (initially ``<s>``); return the next logits.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32
