@@ -66,10 +66,10 @@ def run_device_loss(
 
     Args:
         kernels: kernels of the device.
-        head: the head's inputs, perhaps padded.
+        head: inputs of the head; `pad_head` may have added rows to its weight.
         labels: target columns, (M,); -100 ignores a token.
         scale: factor of the loss, which fp16 gradients need before they are rounded.
-        columns: number of columns without padding.
+        columns: number of vocabulary columns, without those that `pad_head` added.
         chunks: tokens of each chunk; the first one is the longest.
     """
     hidden, weight = head.pairs[0]

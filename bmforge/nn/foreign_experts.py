@@ -123,7 +123,7 @@ class PackedForeignExperts(StackStore):
         return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stacked matrix, given in the dim order of the unquantized module."""
+        """Quantize `stack`, ordered as in the unquantized module, into the parameters of `key`."""
         super().fill_(key, stack.transpose(1, 2) if self.is_transposed else stack)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Til
 
 
 def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of each chunk of `count` items; at least one (empty) chunk."""
+    """Yield start and length of each chunk of `count` items; one empty chunk if `count` is 0."""
     for start in range(0, max(1, count), size):
         yield start, min(size, count - start)
 

@@ -63,7 +63,7 @@ class TensorNote:
             of N(0, std^2), or a `Derived` source.
         cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
             of this tensor. With other styles the tensor is replicated.
-        trains: True if training may change it.
+        trains: True if training may change the tensor.
     """
 
     initial: str | float | Derived
