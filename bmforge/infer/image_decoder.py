@@ -89,7 +89,7 @@ class ImageDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def _add_positions(self, tokens: Tensor) -> None:
-        """Compute the position ids of the prompts, from which later steps count on.
+        """Compute the position ids of the prompts, from which later steps continue.
 
         If no position ids are passed, the model uses the offset of its last prompts, which may be
         those of another decoder.

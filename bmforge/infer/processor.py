@@ -185,7 +185,7 @@ def without_videos(kind: Any) -> Any:
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            """Return the names of the components."""
+            """Return the names of the components, without the video processor."""
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
     ImageProcessor.__name__ = kind.__name__

@@ -1,4 +1,4 @@
-"""Likelihoods of texts, class logits and greedy answers, for evaluation in any layout.
+"""Likelihoods of texts, class logits and greedy answers, for evaluation in any parallel layout.
 
 `choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
 class with the lowest mean loss of its text is chosen. The prompt itself is not scored.

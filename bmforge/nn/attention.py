@@ -356,7 +356,7 @@ class Attention(nn.Module):
         return query, key, self._heads(projected[2], None)
 
     def projections(self) -> tuple[nn.Module, ...]:
-        """Return the linear layers whose input is `x`, and for which it can be quantized once."""
+        """Return the linear layers that are applied to `x`; they can share one quantized `x`."""
         return self.q_proj, self.k_proj, self.v_proj
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -38,7 +38,7 @@ def find_loss_kernels(hidden: Tensor, weight: object) -> TritonKernels | None:
 def pad_head(
     weight: Tensor, bias: Tensor | None, added: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Append rows of zeros to a head in 16 bits whose number of rows is not a multiple of 8.
+    """Pad a 16-bit head with rows of zeros if its number of rows is not a multiple of 8.
 
     Args:
         weight: weight, (V, D).

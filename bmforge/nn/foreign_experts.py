@@ -1,8 +1,9 @@
 """Experts of transformers models: detection, grouped computation and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
-tokens, expert indices and weights. Its decorator sets flags on the module (`is_transposed`,
-`has_gate`, `has_bias`); with these flags one implementation computes every variant.
+tokens, expert indices and weights. A decorator in transformers sets flags on the module
+(`is_transposed`, `has_gate`, `has_bias`); with these flags one implementation computes every
+variant.
 """
 
 from __future__ import annotations

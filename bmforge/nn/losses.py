@@ -147,9 +147,10 @@ class _LinearCrossEntropy(TiledLoss):
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scale a gradient in the wide dtype to avoid fp16 underflow and overflow, in place if wide.
+    """Scale a gradient in the dtype of `factor`, to avoid fp16 underflow and overflow.
 
-    Therefore a second backward through the same graph raises torch's error for in-place changes.
+    A gradient that has this dtype is scaled in place, so a second backward through the same
+    graph raises torch's error for in-place changes.
     """
     return None if gradient is None else gradient.to(factor.dtype).mul_(factor).to(dtype)
 

@@ -135,7 +135,7 @@ def pack_groups(
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Return True if all tensors are contiguous CPU tensors of no subclass, as kernels require."""
+    """Return True if all tensors are contiguous CPU tensors, and none is of a tensor subclass."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
@@ -294,7 +294,7 @@ def decode_spec(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
 def numbers_of(spec: QuantSpec) -> list[int]:
     """Encode a QuantSpec as a list of integers for the custom operators.
 
-    The list is bits, group size, and 1 for float activations.
+    The list contains the bits, the group size, and 1 for float activations (0 for int8).
     """
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 

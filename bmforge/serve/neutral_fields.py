@@ -68,7 +68,7 @@ _PENALTIES_OFF = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_pen
 
 
 def _hints(reason: str, *names: str) -> dict[str, NeutralField]:
-    """Return a `NeutralField` for each name that accepts every value, for the given reason."""
+    """Return, for each name, a `NeutralField` that accepts every value, with the given reason."""
     return {name: NeutralField(reason, is_hint=True) for name in names}
 
 

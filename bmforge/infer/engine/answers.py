@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 class _NoText:
-    """Replaces the tokenizer in an engine that has none; decodes all tokens to empty text."""
+    """Replaces the tokenizer of an engine without one; decodes all tokens to empty text."""
 
     def decode_written(self, ids: Sequence[int]) -> str:
         return ""

@@ -231,7 +231,7 @@ def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
 
 
 def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack]) -> int:
-    """Return the part of `cache_bytes` for the decoder blocks in `own`, out of all `stacks`."""
+    """Return the part of the KV cache, in bytes, that the decoder blocks in `own` use."""
     if not stacks:
         return cache_bytes
     return -(-cache_bytes * len(own[0]) // len(stacks[0]))

@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of tuned prefixes, the longest length, and the tensors in the table.
+    """Return the table of prefix tensors, the length of the longest prefix, and the tensors.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

@@ -24,8 +24,8 @@ class ChunkRules:
     """Rules for dividing a sequence into steps with bitwise equal results.
 
     Args:
-        unit: chunk size of prompts in tokens, with which generated tokens are computed one by one;
-            None allows any division.
+        unit: chunk size of prompts in tokens; if it is set, generated tokens are computed one by
+            one. None allows any division.
         shares: whether sequences share prefixes, whose lengths are multiples of `unit`.
         outdates: function (old length, new length) -> True if the keys that were computed at the
             old length are invalid; with it, sequences are never divided. None if keys stay valid.

@@ -44,7 +44,7 @@ class StepGraphs:
     recorded.
 
     Args:
-        run: function from tables to the logits of all sequences, (T, V).
+        run: function from the tensors of a step (`FixedTables`) to the logits, (T, V).
         device: device of the model and the cache.
         record: function (function, earlier recording) -> recording; the new recording may reuse the
             memory of the earlier one.

@@ -183,7 +183,7 @@ class FixedTables:
         self._on_device = None
 
     def at(self, device: torch.device) -> TablesOnDevice:
-        """Return the tensors; the first call after `fill` or `forget` converts the indices."""
+        """Return the tensors; the first call after `fill` or `forget` converts them from int32."""
         assert device == self._sent.device
         if self._on_device is None:
             count = self._count
@@ -203,5 +203,5 @@ class FixedTables:
         return self._on_device
 
     def forget(self) -> None:
-        """Convert the indices again in the next call of `at`."""
+        """Convert the tensors from int32 again in the next call of `at`."""
         self._on_device = None
