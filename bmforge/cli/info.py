@@ -104,7 +104,7 @@ def describe_backend(model: Any) -> str:
 
 
 def _describe_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield a line per layer size with the layers that have it, for stacks with unequal layers."""
+    """Yield a line for each distinct layer size of a stack, with the indices of these layers."""
     for stack, layers in config.stack_sizes().items():
         kinds = dict.fromkeys(layers)
         for kind in kinds if len(kinds) > 1 else ():

@@ -33,7 +33,7 @@ __all__ = [
     "delta_bytes",
     "delta_names",
     "find_names",
-    "open_beside",
+    "open_with_adapters",
     "opened_model",
     "put_deltas_",
     "put_named_deltas_",
@@ -199,7 +199,7 @@ def delta_bytes(deltas: Sequence[str]) -> int:
     return 4 * count * 9 // 8
 
 
-def open_beside(
+def open_with_adapters(
     directory: Path,
     memory: MemoryOptions,
     budget: int | None,
@@ -277,6 +277,6 @@ def opened_model(
         yield model.eval()
         return
     config = EngineConfig(max_rows=max_rows, max_tokens=memory.max_model_len)
-    with open_beside(directory, memory, memory.budget_bytes, deltas, put_, config) as engine:
+    with open_with_adapters(directory, memory, memory.budget_bytes, deltas, put_, config) as engine:
         Console(file=sys.stderr).print(engine.plan.table())
         yield engine.model

@@ -80,7 +80,7 @@ def split_default(text: str) -> tuple[str, str]:
 
 
 def _stated_defaults() -> ConstructorRegistry:
-    """Return a registry of tyro with which the help shows X, not None, for "(if None: X)"."""
+    """Return a tyro registry with which --help shows X as the default for "(if None: X)"."""
     registry = ConstructorRegistry()
     is_inside = False
 
@@ -187,8 +187,8 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
     """Append the values of a repeated list option to those of its first use.
 
     ``--adapter A --adapter B`` becomes ``--adapter A B``; the parser alone would ignore A. If an
-    option with a single value is repeated, the last value is used, as in other programs, and a
-    warning names the other value.
+    option that takes one value is repeated, the last value is used, as in other programs, and a
+    warning names the first and the last value.
 
     Args:
         kind: dataclass of the options; the fields that are tuples or lists are list options.
@@ -217,7 +217,7 @@ def join_repeated(kind: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _warn_of_repeated(name: str, values: Sequence[str]) -> None:
-    """Log a warning if the values of an option with one value differ."""
+    """Log a warning if an option that takes one value was given several different values."""
     if len(set(values)) > 1:
         get_logger().warning(
             "%s is set several times, such as to %s; the last value, %s, is used",
@@ -226,7 +226,7 @@ def _warn_of_repeated(name: str, values: Sequence[str]) -> None:
 
 
 def _value_of(group: Sequence[str]) -> str:
-    """Return the value in an option with its values, which may be joined by an equals sign."""
+    """Return the value of an option given as ``["--name", "value"]`` or ``["--name=value"]``."""
     return group[0].partition("=")[2] or " ".join(group[1:2])
 
 

@@ -17,7 +17,7 @@ from bmforge.cli.open_model import (
     base_options,
     delta_names,
     find_names,
-    open_beside,
+    open_with_adapters,
     put_deltas_,
     put_named_deltas_,
     with_file_scheme,
@@ -141,7 +141,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
     )
     put_ = partial(_put_deltas_, command, directory)
     if is_planned:
-        return open_beside(
+        return open_with_adapters(
             directory, command.memory, budget, command.adapter, put_, config, tokenizer
         )
     backend = command.memory.backend

@@ -31,7 +31,7 @@ def beam_search(
         prompt: token ids.
         padding: number of padding tokens on the left of each prompt.
         config: generation options; `num_return_sequences` continuations are returned per prompt.
-        words: token sequences that are not generated, for each prompt.
+        words: token sequences that must not be generated, for each prompt.
 
     Shape:
         prompt: (B, T); padding: (B,)

@@ -201,7 +201,7 @@ class Seq2SeqDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Same as `Decoder.undisturbed`; no effect on a pipelined model, which keeps no state."""
+        """Same as `Decoder.undisturbed`; no effect on a pipelined model, which has no KV cache."""
         return nullcontext() if self._is_pipelined else super().undisturbed()
 
     def _run_whole(self, tokens: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def start_decoder(
     """Create a decoder; return it with its first input tokens.
 
     A decoder-only model continues the prompt; an encoder-decoder encodes the prompt and its decoder
-    begins with the start token. `inputs` are arguments of `generate`.
+    begins with the start token. `inputs` are model inputs such as `pixel_values`; see `generate`.
 
     Shape:
         input_ids, mask: (B, S); returns a decoder and (B, T)

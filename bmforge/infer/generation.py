@@ -132,7 +132,7 @@ def run_decoder(
         padding: number of leading tokens of each sequence that repetition penalties ignore.
         config: generation options, complete with end and padding tokens.
         on_token, stop: arguments of `generate`.
-        words: token sequences that are not generated, for each prompt.
+        words: token sequences that must not be generated, for each prompt.
 
     Shape:
         start: (B, T); padding: (B,); returns (B * num_return_sequences, T + new)
@@ -364,7 +364,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)} (needed: the shape of "
-            f"input_ids, {tuple(input_ids.shape)})."
+            f"input_ids, {tuple(input_ids.shape)}). Pass one value for each token id."
         )
     mask = (attention_mask != 0).long()
     if bool(mask.all()):

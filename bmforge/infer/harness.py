@@ -56,7 +56,7 @@ class TextModel:
         template: chat template; None means the default template (``Role: text`` lines).
         max_length: maximum sequence length in tokens (default: the model's, at most 2,048).
         batch_size: number of sequences per forward pass.
-        rows: number of data-parallel ranks, and this process's rank; None for a single process.
+        ranks: number of data-parallel ranks, and this process's rank; None for a single process.
 
     Raises:
         ConfigError: the model cannot score a text.
@@ -69,7 +69,7 @@ class TextModel:
         template: ChatTemplate | None = None,
         max_length: int | None = None,
         batch_size: int = 8,
-        rows: World | None = None,
+        ranks: World | None = None,
     ) -> None:
         if model.traits.attention not in _SCORES or not model.traits.can_generate:
             raise ConfigError(
@@ -80,7 +80,7 @@ class TextModel:
         self.template = template or ChatTemplate(None, tokenizer)
         self.max_length = max_length or min(model.config.max_seq_len, _LONGEST)
         self.batch_size = batch_size
-        self._rows = rows or World(0, 1, next(model.parameters()).device)
+        self._ranks = ranks or World(0, 1, next(model.parameters()).device)
         self._is_apart = model.traits.is_encoder_decoder
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[Likelihood]:
@@ -180,7 +180,9 @@ class TextModel:
         ordered = [pairs[n] for n in order]
         if not ordered:
             return []
-        likelihoods = score_pairs(self.model, ordered, self.batch_size, self._rows, self.max_length)
+        likelihoods = score_pairs(
+            self.model, ordered, self.batch_size, self._ranks, self.max_length
+        )
         back = dict(zip(order, likelihoods, strict=True))
         return [back[number] for number in range(len(pairs))]
 
@@ -211,7 +213,7 @@ class TextModel:
             if any(mark in text for mark in marks):
                 raise _MarkedError
 
-        prompt = torch.tensor([ids], device=self._rows.device)
+        prompt = torch.tensor([ids], device=self._ranks.device)
         model: Any = self.model
         ends = find_end_tokens(model.config, self.tokenizer)
         # lm-eval's default is greedy decoding, whatever generation_config.json says.

@@ -44,7 +44,7 @@ class ImageChat:
         self._tokenizer = tokenizer
 
     def answer(self, model: Any, text: str, images: Sequence[Any], **options: Any) -> list[str]:
-        """Return the answers to a user message, the images before its text.
+        """Return the answers to a user message that contains images, followed by a text.
 
         Args:
             model: vision-language model.

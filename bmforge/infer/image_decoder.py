@@ -89,10 +89,10 @@ class ImageDecoder(Decoder):
         return out.logits[:, -1].float()
 
     def _add_positions(self, tokens: Tensor) -> None:
-        """Compute the positions of the prompts; later steps continue from them.
+        """Compute the position ids of the prompts, from which later steps continue.
 
-        The model would otherwise keep their offset as its own state, which the prompts of another
-        decoder change.
+        If no position ids are passed, the model uses the offset of its last prompts, which may be
+        those of another decoder.
         """
         foreign = self.model.foreign
         if "position_ids" in accepted_arguments(foreign)[0]:
@@ -122,9 +122,10 @@ class ImageDecoder(Decoder):
 
 
 def _check_adapters(model: TransformersModel) -> None:
-    """Raise `ConfigError` if adapters outside of the text decoder cannot differ between prompts.
+    """Raise `ConfigError` if an adapter changes modules outside of the text decoder.
 
-    The batch dimension of a vision tower counts images or patches, not prompts.
+    Such an adapter cannot be selected per prompt: the batch dimension of a vision tower counts
+    images or patches, not prompts.
     """
     stack = model.structure.stacks[0]
     for name in list_deltas(model):

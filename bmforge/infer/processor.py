@@ -1,6 +1,6 @@
 """Loads a model directory's processor, which converts texts with images to model inputs.
 
-`find_processor` returns None for a model of text only. The processor is that of transformers, so
+`find_processor` returns None for a text-only model. The processor is that of transformers, so
 that image sizes, patches and image tokens are those that the model was trained with.
 """
 
@@ -136,9 +136,10 @@ def load_processor(directory: Path) -> Any:
 
 
 def _find_class(directory: Path) -> Any:
-    """Return the processor class of transformers that a directory's files name; None if unknown.
+    """Return the class of transformers that processes a model's inputs; None if unknown.
 
-    An adapter directory has no config.json, whose model_type determines the class otherwise.
+    The class is named in the processor's or tokenizer's config file, or follows from `model_type`
+    in config.json, which an adapter directory lacks.
     """
     library = load_library()
     for name in (*_FILES, "tokenizer_config.json"):
@@ -184,7 +185,7 @@ def without_videos(kind: Any) -> Any:
 
         @classmethod
         def get_attributes(cls) -> list[str]:
-            """Return the names of the components."""
+            """Return the names of the components, without the video processor."""
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
     ImageProcessor.__name__ = kind.__name__

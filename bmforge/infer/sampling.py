@@ -151,7 +151,8 @@ def process_scores(
     """Apply the options that also affect greedy decoding.
 
     These are biases, penalties, forbidden tokens, the minimum length and forced tokens. `words` are
-    token sequences that are not generated, for each prompt; the sequences of a prompt are adjacent.
+    token sequences that must not be generated, for each prompt; the sequences of a prompt are
+    adjacent.
 
     Shape:
         scores: (B, V); ids: (B, S) so far, `new_tokens` of them generated; padding: (B,)

@@ -1,4 +1,4 @@
-"""Likelihoods of texts, class logits and greedy answers, for evaluation in any layout.
+"""Likelihoods of texts, class logits and greedy answers, for evaluation in any parallel layout.
 
 `choose_text` is zero-shot classification: each class is written as a text after a prompt, and the
 class with the lowest mean loss of its text is chosen. The prompt itself is not scored.
@@ -141,7 +141,7 @@ def _check(model: Model, options: Sequence[tuple[Sequence[int], Sequence[int]]])
 
 
 def score_classes(
-    model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, rows: World
+    model: Any, count: int, make: Callable[[Sequence[int]], Batch], size: int, ranks: World
 ) -> Tensor:
     """Return the class logits of every input, the same on every process.
 
@@ -150,24 +150,24 @@ def score_classes(
         count: number of inputs.
         make: function that builds the batch of the inputs with the given indices.
         size: number of inputs per batch.
-        rows: number of data-parallel ranks, and the rank of this process.
+        ranks: number of data-parallel ranks, and the rank of this process.
 
     Shape:
         returns (count, L) for L classes
     """
 
     def read(numbers: Sequence[int]) -> Tensor:
-        batch = {n: t.to(rows.device) for n, t in make(numbers).items() if n != "labels"}
+        batch = {n: t.to(ranks.device) for n, t in make(numbers).items() if n != "labels"}
         return model(**batch).logits
 
-    return collect_rows(model, count, read, size, rows)
+    return collect_rows(model, count, read, size, ranks)
 
 
 def score_answers(
-    model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
+    model: Any, pairs: Sequence[Pair], size: int, ranks: World, width: int
 ) -> list[float]:
     """Return the mean log-probability per token of every answer; see `score_pairs`."""
-    likelihoods = score_pairs(model, pairs, size, rows, width)
+    likelihoods = score_pairs(model, pairs, size, ranks, width)
     return [
         likelihood.log_prob / len(pair.answer)
         for likelihood, pair in zip(likelihoods, pairs, strict=True)
@@ -175,7 +175,7 @@ def score_answers(
 
 
 def score_pairs(
-    model: Any, pairs: Sequence[Pair], size: int, rows: World, width: int
+    model: Any, pairs: Sequence[Pair], size: int, ranks: World, width: int
 ) -> list[Likelihood]:
     """Return the likelihood of every answer after its prompt, the same on every process.
 
@@ -183,14 +183,14 @@ def score_pairs(
         model: language model or encoder-decoder with a language-model head.
         pairs: prompts and answers, with at least one token each.
         size: pairs per batch.
-        rows: number of data-parallel ranks, and the rank of this process.
+        ranks: number of data-parallel ranks, and the rank of this process.
         width: maximum length of a prompt and its answer in tokens.
     """
 
     def read(numbers: Sequence[int]) -> Tensor:
-        return _score(model, [pairs[n] for n in numbers], rows.device, width)
+        return _score(model, [pairs[n] for n in numbers], ranks.device, width)
 
-    scores = collect_rows(model, len(pairs), read, size, rows).tolist()
+    scores = collect_rows(model, len(pairs), read, size, ranks).tolist()
     lengths = (len(pair.answer) for pair in pairs)
     return [Likelihood(p, hits == n) for (p, hits), n in zip(scores, lengths, strict=True)]
 
@@ -218,7 +218,7 @@ def write_answers(
     model: Any,
     prompts: Sequence[Sequence[int]],
     size: int,
-    rows: World,
+    ranks: World,
     width: int,
     max_new_tokens: int,
 ) -> list[list[int]]:
@@ -231,15 +231,15 @@ def write_answers(
     apart = model.traits.is_encoder_decoder
 
     def read(numbers: Sequence[int]) -> Tensor:
-        ids, mask = _pad([prompts[n] for n in numbers], rows.device, width, left=not apart)
+        ids, mask = _pad([prompts[n] for n in numbers], ranks.device, width, left=not apart)
         written = generate(model, ids, mask, max_new_tokens=max_new_tokens, eos_token_id=())
         return written[:, 1 if apart else ids.shape[1] :]
 
-    return collect_rows(model, len(prompts), read, size, rows).long().tolist()
+    return collect_rows(model, len(prompts), read, size, ranks).long().tolist()
 
 
 def collect_rows(
-    model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, rows: World
+    model: Any, count: int, read: Callable[[Sequence[int]], Tensor], size: int, ranks: World
 ) -> Tensor:
     """Evaluate inputs in batches, divided over the data-parallel ranks; return a float64 tensor.
 
@@ -248,18 +248,18 @@ def collect_rows(
         count: number of inputs.
         read: function from indices to the outputs for these inputs, (len(indices), ...).
         size: number of inputs per batch.
-        rows: number of data-parallel ranks, and the rank of this process.
+        ranks: number of data-parallel ranks, and the rank of this process.
 
     Shape:
         returns (count, ...)
     """
     gathered: Tensor | None = None
     with evaluating(model), torch.no_grad():
-        for numbers in _share(count, size, rows):
+        for numbers in _share(count, size, ranks):
             part = read([min(number, count - 1) for number in numbers])
             if gathered is None:
                 gathered = torch.zeros(
-                    count, *part.shape[1:], dtype=torch.float64, device=rows.device
+                    count, *part.shape[1:], dtype=torch.float64, device=ranks.device
                 )
             own_rows = [number for number in numbers if number < count]
             if own_rows:
@@ -269,12 +269,12 @@ def collect_rows(
     return sum_over_axes(gathered, mesh_of(model), *ROW_AXES)
 
 
-def _share(count: int, size: int, rows: World) -> Iterator[list[int]]:
+def _share(count: int, size: int, ranks: World) -> Iterator[list[int]]:
     """Yield the input indices of this process's batches.
 
     All processes have the same number of batches.
     """
-    for start in range(rows.rank * size, count + rows.rank * size, size * rows.size):
+    for start in range(ranks.rank * size, count + ranks.rank * size, size * ranks.size):
         yield list(range(start, start + size))
 
 

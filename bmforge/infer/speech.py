@@ -27,7 +27,7 @@ _OPTIONS = (
 
 
 def read_audio(path: str | Path) -> tuple[NDArray[np.float32], int]:
-    """Read an audio file; return its samples, the mean of all channels, and the sampling rate.
+    """Read an audio file; return the mean of its channels' samples, and the sampling rate.
 
     WAV files with integer samples are read with the standard library, other files with the package
     soundfile, if it is installed.
@@ -43,7 +43,9 @@ def read_audio(path: str | Path) -> tuple[NDArray[np.float32], int]:
     except (wave.Error, EOFError):  # not a WAV file, or one with float samples
         samples, rate = _read_with_soundfile(path)
     except OSError as error:
-        raise DataError(f"cannot read the audio file {str(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the audio file {str(path)!r} ({error}). Check the path."
+        ) from error
     if not len(samples):
         raise DataError(f"the audio file {str(path)!r} has no samples. Use another file.")
     return samples.mean(1, dtype=np.float32), rate
@@ -70,7 +72,9 @@ def _read_with_soundfile(path: str | Path) -> tuple[NDArray[np.float32], int]:
     try:
         samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except RuntimeError as error:
-        raise DataError(f"cannot read the audio file {str(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the audio file {str(path)!r} ({error}). Convert it to a WAV file."
+        ) from error
     return samples, int(rate)
 
 
@@ -123,8 +127,8 @@ class Transcriber:
             )
         if unknown := [n for n in options if n not in (*_OPTIONS, "language", "task")]:
             raise ConfigError(
-                f"speech models do not support {', '.join(unknown)} (supported: "
-                f"{', '.join(_OPTIONS)}). Leave the unsupported options out."
+                f"speech models do not support {', '.join(unknown)} (supported: language, "
+                f"task, {', '.join(_OPTIONS)}). Leave the unsupported options out."
             )
         samples, rate = read_audio(file)
         needed = self._extractor.sampling_rate
@@ -149,7 +153,9 @@ class Transcriber:
                 out = model.foreign.generate(**features, generation_config=config, **choice)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"transformers cannot transcribe {str(file)!r} ({error}). Leave the options out, "
-                "or use all files of the published model."
+                f"transformers cannot transcribe {str(file)!r}: {error} (options: "
+                f"{', '.join(options) or 'none'}). Leave out options that the model does not "
+                "support, and use all files of the published model, including "
+                "generation_config.json."
             ) from error
         return out.tolist()  # type: ignore[no-any-return]

@@ -238,7 +238,7 @@ class Attention(nn.Module):
         """Compute self-attention, or cross-attention if `memory` is given.
 
         Args:
-            x: hidden states of the queries, perhaps quantized for `projections`.
+            x: hidden states of the queries; may be quantized for the layers in `projections`.
             mask: boolean mask; None means causal attention, or full attention if the spec is
                 not causal.
             rope: cos and sin of `rope_table`.
@@ -356,7 +356,7 @@ class Attention(nn.Module):
         return query, key, self._heads(projected[2], None)
 
     def projections(self) -> tuple[nn.Module, ...]:
-        """Return the layers that read the hidden states, if they compute nothing but products."""
+        """Return the linear layers that are applied to `x`; they can share one quantized `x`."""
         return self.q_proj, self.k_proj, self.v_proj
 
     def _queries(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:

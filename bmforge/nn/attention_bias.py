@@ -237,9 +237,10 @@ def _make_weights(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Recompute a tile's attention weights, (rows * heads, tokens, S), from flattened inputs.
+    """Recompute a tile's attention weights, (sequences * heads, tokens, S).
 
-    The second value is the derivative of the cap, of the same shape; None without a cap.
+    The inputs are flattened (`_flatten`). The second returned value is the derivative of the cap,
+    of the same shape; None without a cap.
     """
     keys = tile.cut(key).transpose(1, 2)
     queries = tile.cut(query)[:, tile.tokens]

@@ -74,7 +74,8 @@ class Residual(nn.Module):
 
     Args:
         spec: hyperparameters of the block.
-        part: hyperparameters of the sublayer; None for factors of 1 on its inputs.
+        part: hyperparameters of the sublayer, of which `in_scale` is applied here; None means an
+            `in_scale` of 1.
 
     Shape:
         x: (B, T, D) -> (B, T, D)

@@ -26,8 +26,8 @@ _WIDEST_ROW = 1 << 15
 def takes_device_kernels(x: Tensor, *others: Tensor) -> bool:
     """Return True if the operators of this module support these tensors.
 
-    The tensors must be on an accelerator, ordinary, contiguous, of the same dtype and without
-    gradients.
+    They must be contiguous accelerator tensors of one dtype, and not of a tensor subclass.
+    Autograd, `torch.compile` and functorch transforms must be off.
     """
     if x.is_cpu or x.is_meta or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False

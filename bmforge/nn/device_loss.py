@@ -38,7 +38,7 @@ def find_loss_kernels(hidden: Tensor, weight: object) -> TritonKernels | None:
 def pad_head(
     weight: Tensor, bias: Tensor | None, added: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Append rows of zeros to a head in 16 bits whose number of rows is not a multiple of 8.
+    """Pad a 16-bit head with rows of zeros if its number of rows is not a multiple of 8.
 
     Args:
         weight: weight, (V, D).
@@ -66,10 +66,10 @@ def run_device_loss(
 
     Args:
         kernels: kernels of the device.
-        head: the head's inputs, perhaps padded.
+        head: inputs of the head; `pad_head` may have added rows to its weight.
         labels: target columns, (M,); -100 ignores a token.
         scale: factor of the loss, which fp16 gradients need before they are rounded.
-        columns: number of columns without padding.
+        columns: number of vocabulary columns, without those that `pad_head` added.
         chunks: tokens of each chunk; the first one is the longest.
     """
     hidden, weight = head.pairs[0]

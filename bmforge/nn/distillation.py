@@ -124,7 +124,7 @@ class _Pair:
 
     With z the teacher's and y the student's logits, divided by the temperature, and p the teacher's
     softmax, the loss is ``sum p (z - y) - logsumexp z + logsumexp y``, accumulated with running
-    maxima as in `losses._Softmax`.
+    maxima as in `tiled_logits.TiledSoftmax`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ def linear_distillation(
         student: hidden states and head weights of the student, which receive gradients.
         teacher: hidden states and head weights of the teacher, for the same tokens and
             vocabulary, with the same sharding.
-        labels: target tokens; positions with -100 are ignored, other values have no effect.
+        labels: -100 excludes a position from the loss; every other value includes it.
         temperature: divisor T of both models' logits.
         num_items: divisor of the summed loss; None means the number of labels.
         vocab: sharding of both heads over the vocabulary, see `linear_cross_entropy`.

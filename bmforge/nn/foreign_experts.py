@@ -1,8 +1,9 @@
 """Experts of transformers models: detection, grouped computation and packed integer storage.
 
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
-tokens, expert indices and weights. Its decorator sets flags on the module (`is_transposed`,
-`has_gate`, `has_bias`); with these flags one implementation computes every variant.
+tokens, expert indices and weights. A decorator in transformers sets flags on the module
+(`is_transposed`, `has_gate`, `has_bias`); with these flags one implementation computes every
+variant.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class PackedForeignExperts(StackStore):
         return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stacked matrix, given in the dim order of the unquantized module."""
+        """Quantize `stack`, ordered as in the unquantized module, into the parameters of `key`."""
         super().fill_(key, stack.transpose(1, 2) if self.is_transposed else stack)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

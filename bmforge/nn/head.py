@@ -80,9 +80,8 @@ class LMHead(nn.Linear):
         Args:
             x: hidden states.
             labels: target tokens, -100 to ignore a position.
-            num_items: divisor of the summed loss; None means the mean. A `Measure` replaces the
-                cross-entropy in this call; its scores for the tokens of all ranks are then
-                returned.
+            num_items: divisor of the summed loss; None means the mean. If a `Measure` is passed
+                instead, its scores for the tokens of all ranks are returned, and no loss.
             shift: position t predicts label t + 1, as in transformers; otherwise label t.
             more_rows: additional rows of the head, for token ids V, V + 1, ...
 

@@ -85,7 +85,7 @@ def _are_alike(*tensors: Tensor) -> bool:
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Return True for ordinary CPU tensors, unless torch.compile fuses the operations itself."""
+    """Return True for CPU tensors (not of a subclass) in calls that torch does not compile."""
     if torch.compiler.is_compiling():
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu for x in tensors)

@@ -120,7 +120,7 @@ class _TokenScores(TiledSoftmax):
             self._moment = self._rescale(before, mass, self._top) + shifted.sum(-1, keepdim=True)
 
     def _rescale(self, before: Tensor, mass: Tensor, top: Tensor) -> Tensor:
-        """Return the accumulated first moment, rescaled from the maximum `before` to `top`."""
+        """Return ``sum exp(z - top) (z - top)``, rescaled from the maximum `before` to `top`."""
         return (before - top).exp_() * (self._moment + mass * (before - top))
 
     def finish_scores(self) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Til
 
 
 def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of each chunk of `count` items; at least one (empty) chunk."""
+    """Yield start and length of each chunk of `count` items; one empty chunk if `count` is 0."""
     for start in range(0, max(1, count), size):
         yield start, min(size, count - start)
 
@@ -151,9 +151,10 @@ class _LinearCrossEntropy(TiledLoss):
 
 
 def _scale_(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scale a gradient in the wide dtype to avoid fp16 underflow and overflow, in place if wide.
+    """Scale a gradient in the dtype of `factor`, to avoid fp16 underflow and overflow.
 
-    Therefore a second backward through the same graph raises torch's error for in-place changes.
+    A gradient that has this dtype is scaled in place, so a second backward through the same
+    graph raises torch's error for in-place changes.
     """
     return None if gradient is None else gradient.to(factor.dtype).mul_(factor).to(dtype)
 

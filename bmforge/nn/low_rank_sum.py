@@ -1,7 +1,7 @@
 """Adds a LoRA update to a layer's output in training, with fewer passes than separate operations.
 
-`LowRank` uses it for ordinary tensors; other calls (tracing, autocast, sharded tensors) use torch's
-operations one by one.
+`LowRank` uses `AddLowRank` where `takes_low_rank_sum` allows it. In all other cases (tracing,
+autocast, sharded tensors) it uses torch's operations one by one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ __all__ = ["AddLowRank", "takes_low_rank_sum"]
 
 
 def takes_low_rank_sum(*tensors: Tensor) -> bool:
-    """Return True if gradients are enabled, nothing is traced, and the tensors are ordinary ones.
+    """Return True if `AddLowRank` supports a call with these tensors.
 
-    All tensors must have the same dtype.
+    Gradients must be enabled, tracing and autocast off. The tensors must have the same dtype and at
+    least two dims, and not be of a tensor subclass.
     """
     plain = all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == tensors[0].dtype and t.dim() > 1

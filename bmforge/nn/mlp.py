@@ -172,5 +172,5 @@ class MLP(nn.Module):
         return call_and_drop(self.down_proj, inner(), inner)
 
     def projections(self) -> tuple[nn.Module, ...]:
-        """Return the layers that read the input."""
+        """Return the linear layers that are applied to `x`; they can share one quantized `x`."""
         return (self.up_proj,) if self.gate_proj is None else (self.up_proj, self.gate_proj)

@@ -44,7 +44,8 @@ class RMSNorm(nn.Module):
     Args:
         hidden_size: width D of the normalized dim.
         eps: epsilon added to the mean square.
-        offset: number added to the weight (Gemma); the sum is then multiplied in the wide dtype.
+        offset: number added to the weight (Gemma); if not 0, the product with the sum is computed
+            in fp32 or wider.
 
     Shape:
         x: (..., D) -> (..., D)

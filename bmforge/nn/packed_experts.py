@@ -77,7 +77,7 @@ class StackStore(PackedStore):
         return self._sizes
 
     def fill_(self, key: str, stack: Tensor) -> None:
-        """Quantize a stack (E, out, in) into the parameters."""
+        """Quantize the stacked matrices `stack`, (E, out, in), into the parameters of `key`."""
         for number, matrix in enumerate(stack):
             self._take(f"{key}_", matrix, number)
 

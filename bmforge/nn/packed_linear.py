@@ -51,7 +51,7 @@ class QuantizedLinear(MatrixStore, nn.Linear):
 def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:
     """Return the group size in which `multiply_jointly` quantizes `x` for these layers.
 
-    0 if the layers must be called one by one.
+    Returns 0 if the layers must be called one by one.
     """
     first = layers[0] if layers else None
     if type(first) is not QuantizedLinear or first.spec.activations != "int8":
@@ -93,9 +93,9 @@ def multiply_jointly(x: Tensor | QuantizedRows, layers: Sequence[nn.Module]) -> 
 
 
 def quantize_gated(gate: Tensor, up: Tensor, reader: nn.Module) -> QuantizedRows | None:
-    """Return ``silu(gate) * up`` quantized for the layer that reads it.
+    """Return ``silu(gate) * up``, quantized for the layer `reader`, whose input it is.
 
-    None if one kernel cannot compute this.
+    Returns None if one kernel cannot compute the result.
 
     Shape:
         gate, up: (..., columns)
@@ -110,13 +110,13 @@ def quantize_norm(
 ) -> tuple[Tensor, QuantizedRows] | None:
     """Return ``residual + x``, and its RMS norm quantized for the projections of a sublayer.
 
-    None if one kernel cannot compute this.
+    Returns None if one kernel cannot compute the results.
 
     Args:
         x: hidden states, of the dtype of the norm's weight.
-        residual: summand; None returns `x` itself.
+        residual: tensor that is added to `x`; None to return `x` itself.
         norm: RMS norm.
-        reader: attention or MLP that reads the norm.
+        reader: attention or MLP whose input is the norm.
 
     Shape:
         x, residual: (..., D)
@@ -136,7 +136,7 @@ def quantize_norm(
 
 
 def _group_read(x: Tensor, reader: Any) -> int:
-    """Return the group size, a power of two, in which a sublayer's projections read `x`, or 0."""
+    """Return the group size of `x` quantized for a sublayer, a power of two; 0 if unsupported."""
     # A subclass with another forward may need the hidden states themselves.
     if not {"forward", "projections"} <= vars(type(reader)).keys() or not _is_undisturbed(reader):
         return 0

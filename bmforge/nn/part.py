@@ -63,7 +63,7 @@ class TensorNote:
             of N(0, std^2), or a `Derived` source.
         cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
             of this tensor. With other styles the tensor is replicated.
-        trains: True if training may change it.
+        trains: True if training may change the tensor.
     """
 
     initial: str | float | Derived
@@ -211,7 +211,7 @@ def attach_part_(module: nn.Module, name: str, part: AdapterModule) -> None:
 
 
 def detach_part_(module: nn.Module, name: str) -> AdapterModule:
-    """Remove an adapter from a module, and hooks that only it needed; return the adapter."""
+    """Remove and return an adapter; also remove the hooks that no other adapter needs."""
     part = module._modules.pop(name)
     assert isinstance(part, AdapterModule)
     left = [other for _, other in adapters_of(module)]

@@ -135,7 +135,7 @@ def pack_groups(
 
 
 def runs_here(*tensors: Tensor | None) -> bool:
-    """Return True if the kernels support all these tensors: ordinary, contiguous, on the CPU."""
+    """Return True if all tensors are contiguous CPU tensors, and none is of a tensor subclass."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
         t is None or (type(t) in plain and t.is_cpu and t.is_contiguous() and not t.is_neg())
@@ -211,7 +211,7 @@ def _multiply_on_device(
 def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return ``x @ weight.T + bias`` for an unpacked weight on the CPU.
 
-    None if torch should compute it.
+    Returns None if torch should compute the product.
 
     Small batches are computed by a kernel; a token's result is then bit-identical for every batch
     size. Torch reads 16-bit weights at little more than half the memory bandwidth, and for 2 to 16
@@ -286,7 +286,7 @@ def _make_spec(
 
 
 def decode_spec(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
-    """Decode the integers of `numbers_of`, with the scheme's other fields from a matrix."""
+    """Return the QuantSpec for integers from `numbers_of` and a matrix packed with that scheme."""
     bits, group, is_float = numbers
     return _make_spec(bits, group, is_float, matrix.minima is None, matrix.scales.dtype)
 
@@ -294,7 +294,7 @@ def decode_spec(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
 def numbers_of(spec: QuantSpec) -> list[int]:
     """Encode a QuantSpec as a list of integers for the custom operators.
 
-    The list is bits, group size, and 1 for float activations.
+    The list contains the bits, the group size, and 1 for float activations (0 for int8).
     """
     return [spec.bits, spec.group_size, int(spec.activations == "float")]
 

@@ -95,7 +95,7 @@ def linear_answers(
     Args:
         student: hidden states and head weights of the student, which receive gradients.
         answers: the teacher's predictions for the same tokens.
-        labels: target tokens; positions with -100 are ignored, other values have no effect.
+        labels: -100 excludes a position from the loss; every other value includes it.
         temperature: temperature with which the teacher's predictions were computed.
         num_items: divisor of the summed loss; None means the number of labels.
 

@@ -110,7 +110,13 @@ class _MaskInputs(NamedTuple):
 
 
 def _count_globals(is_global: Tensor, limit: int | None) -> int:
-    """Return the largest number of global tokens in a sequence."""
+    """Return how many global tokens a sequence may have: `limit`, or the most that occur.
+
+    A compiled graph cannot count the tokens; without a limit it assumes the sequence length.
+
+    Raises:
+        ShapeError: a sequence has more than `limit` global tokens.
+    """
     length = is_global.shape[1]
     if torch.compiler.is_compiling():
         return length if limit is None else min(limit, length)

@@ -124,7 +124,7 @@ class AdapterRegistry:
         get_logger().info("adapter %r removed", name)
 
     async def _detach(self, inner: str) -> None:
-        """Remove an unused adapter from the model; log an error, as after an engine failure."""
+        """Remove an unused adapter from the model; log an error instead of raising it."""
         self._leaving.discard(inner)
         try:
             await run_in_threadpool(remove_adapter_, self._engine, inner)

@@ -24,7 +24,7 @@ class JsonCallReader:
         schemas: schemas of the functions that may be called.
 
     Attributes:
-        has_started: True if the name has been read and is the name of a function.
+        has_started: True if the name has been read and is that of a known function.
     """
 
     def __init__(self, schemas: Schemas) -> None:

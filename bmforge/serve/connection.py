@@ -206,7 +206,7 @@ class DeadlineProtocol(H11Protocol):
             self._sending = None
 
     def _check_reader(self) -> None:
-        """Disconnect a client that has read nothing; a client that reads slowly has more time."""
+        """Disconnect the client if it has read nothing since the last check."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()
         else:

@@ -56,11 +56,14 @@ class RequestError(HTTPException):
 
 @contextmanager
 def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Context manager for requests converted to chats: errors name the fields of the request.
+    """Context manager in which errors of a converted request name the fields that the client sent.
+
+    Requests of other protocols are converted to chat requests before validation.
 
     Args:
-        names: field of a chat request -> field of the converted request. An error in one message
-            names only the whole conversation, since messages are numbered differently.
+        names: dict from field of the chat request to field of the client's request. An error in
+            one message names only the field of the whole conversation, because the conversion
+            changes the indices of the messages.
     """
     try:
         yield

@@ -47,8 +47,8 @@ class StrictRequest(Request):
 
         Raises:
             RequestError: the Content-Length or the actual size exceeds the limit (status 413), or
-                the server had no memory for a large body until shortly before the deadline for
-                receiving it (status 503).
+                the memory budget had no space for a large body for most of the time that the
+                client has to send it (status 503).
         """
         if not hasattr(self, "_body"):
             serving = serving_of(self)

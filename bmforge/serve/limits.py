@@ -87,7 +87,7 @@ class Admission:
         self._take_turn(key)
 
     def _take_turn(self, key: str) -> None:
-        """Remove one request from the client's token bucket; raise an error if it is empty."""
+        """Take a token from the client's rate-limit bucket; raise an error if there is none."""
         most, now = self._limits.max_rate_per_min, self._clock()
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)

@@ -100,7 +100,7 @@ class FunctionName(Strict):
 
 
 class ToolChoice(Strict):
-    """Request of a call of one specific tool."""
+    """Tool choice that requires a call of one function."""
 
     type: Literal["function"]
     function: FunctionName

@@ -140,7 +140,7 @@ class _Block:
 
 
 def _blocks(message: JoinedAnswer) -> Iterator[_Block]:
-    """Yield the content blocks of a whole answer."""
+    """Yield the content blocks of a complete answer."""
     for kind, text in (("thinking", message.thoughts), ("text", message.text)):
         if text:
             block = _Block(kind)

@@ -96,7 +96,7 @@ class AnthropicTool(Strict):
 
 
 class AnthropicChoice(Strict):
-    """Choice of whether and which tools are called."""
+    """Tool choice: whether the model may or must call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -196,10 +196,10 @@ def _thinking(body: CountRequest) -> dict[str, Any]:
 
 
 def _output(body: CountRequest) -> dict[str, Any]:
-    """Return the effort and the format of the answer as OpenAI's fields.
+    """Convert the reasoning effort and the answer's format to OpenAI's fields.
 
     Raises:
-        RequestError: the format is set under both names.
+        RequestError: both `output_format` and `output_config.format` are set.
     """
     config = body.output_config or OutputConfig()
     if config.format is not None and body.output_format is not None:

@@ -41,7 +41,7 @@ class NeutralField(NamedTuple):
     is_hint: bool = False
 
     def accepts(self, value: Any, body: Mapping[str, Any]) -> bool:
-        """Return True if the value has no effect; true and false are not the numbers 1 and 0.
+        """Return True if the value has no effect; true and false are distinct from 1 and 0.
 
         Args:
             value: value of the field.
@@ -68,7 +68,7 @@ _PENALTIES_OFF = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_pen
 
 
 def _hints(reason: str, *names: str) -> dict[str, NeutralField]:
-    """Return fields whose values cannot change the response, for the same reason."""
+    """Return, for each name, a `NeutralField` that accepts every value, with the given reason."""
     return {name: NeutralField(reason, is_hint=True) for name in names}
 
 

@@ -102,7 +102,7 @@ class FunctionTool(Strict):
 
 
 class NamedTool(Strict):
-    """Request of a call of one specific function."""
+    """Tool choice that requires a call of one function."""
 
     type: Literal["function"]
     name: str

@@ -73,7 +73,7 @@ class Served:
 
     @staticmethod
     def encoding_abilities(engine: Any) -> tuple[str, ...]:
-        """Return the abilities of an engine's model to encode texts."""
+        """Return "embeddings", and "pairs" if the engine's model is a cross-encoder."""
         return ("embeddings", "pairs") if rates_pairs(engine.model) else ("embeddings",)
 
 

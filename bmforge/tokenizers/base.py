@@ -193,12 +193,12 @@ class Tokenizer(ABC):
 
     @property
     def pad_token_id(self) -> int | None:
-        """`pad_id` under transformers' name."""
+        """Id of the padding token; same as `pad_id`, with the name used by transformers."""
         return self.pad_id
 
     @property
     def eos_token_id(self) -> int | None:
-        """`eos_id` under transformers' name."""
+        """Id of the end-of-sequence token; same as `eos_id`, with the name used by transformers."""
         return self.eos_id
 
     @property

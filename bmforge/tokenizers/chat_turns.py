@@ -240,7 +240,7 @@ def check_fields(
 def _check_role(
     template: ChatTemplate, messages: Sequence[Message], number: int, render: Render
 ) -> None:
-    """Raise `DataError` if the template omits messages of a role, or if its case is wrong."""
+    """Raise `DataError` for a role that the template omits, or one such as "User" for "user"."""
     role = messages[number - 1]["role"]
     if role == "assistant" or role in template.rendered_roles:
         return  # `render_answers` checks answers, because templates omit parts of earlier ones

@@ -210,7 +210,7 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _aliased_tokenizer(self) -> tuple[Any, dict[int, int]]:
-        """Tokenizer that matches aliases of special tokens; dict from its ids to token ids."""
+        """Tokenizer with aliases of the special tokens, and a dict from its ids to token ids."""
         settings = json.loads(self._content)
         model = settings["model"]
         special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}

@@ -1,7 +1,8 @@
 """Builds T5's tokenizer from a sentencepiece model, with the tokenizers library.
 
-Many T5 checkpoints (v1.1, mT5, mengzi) contain only ``spiece.model``, a protocol buffer. Its pieces
-with their scores, and its text normalization, are read.
+Many T5 checkpoints (v1.1, mT5, mengzi) contain only ``spiece.model``, a protocol buffer. This
+module reads its pieces with their scores, and its text normalization.
+
 Source: ``sentencepiece_model.proto`` of google/sentencepiece; transformers' ``tokenization_t5.py``
 for T5's 100 sentinel tokens, whose ids follow the pieces in descending order.
 """
@@ -23,6 +24,7 @@ EXTRA_IDS = 100
 _SPACE = "\u2581"
 _SENTINEL = re.compile(f"{_SPACE}?(<extra_id_[0-9]+>)")
 _UNIGRAM = 1
+_ALGORITHMS = {1: "unigram", 2: "BPE", 3: "word", 4: "character"}  # `ModelType` of the .proto file
 _CONTROL = 3
 
 
@@ -52,9 +54,10 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     """
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
+        kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise DataError(
-            f"{str(path)!r} is a sentencepiece model of type {model.algorithm} (supported: "
-            f"unigram, {_UNIGRAM}, as for T5). Write a tokenizer.json with transformers' "
+            f"{str(path)!r} is a sentencepiece model of type {kind} (supported: "
+            "unigram, as for T5). Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )
     return build_unigram(model, extra_ids)

@@ -58,7 +58,7 @@ def run_template(template: Any, variables: Mapping[str, Any], limits: TemplateLi
 def _stopping_after(seconds: float) -> Iterator[None]:
     """Context manager: interrupt this thread's Python code after a time limit.
 
-    A template's loop without output cannot be interrupted in a different way.
+    A loop in a template that writes no output cannot be interrupted in any other way.
     """
     end, before = time.monotonic() + seconds, sys.gettrace()
 

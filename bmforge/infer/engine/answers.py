@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 class _NoText:
-    """Replaces the tokenizer in an engine that has none; decodes all tokens to empty text."""
+    """Replaces the tokenizer of an engine without one; decodes all tokens to empty text."""
 
     def decode_written(self, ids: Sequence[int]) -> str:
         return ""
@@ -87,7 +87,7 @@ class Answer:
         ids: generated tokens.
         finish_reason: reason why the answer ended; None while it is generated.
         cached: number of prompt tokens found in the prefix cache.
-        is_told: whether the final output of the answer was delivered to the handle.
+        is_delivered: whether the final output of the answer was delivered to the handle.
         weights_version: version of the weights when the first token was chosen.
     """
 
@@ -105,7 +105,7 @@ class Answer:
         self.index, self.config, self._thoughts = index, config, thoughts
         self.ids: list[int] = []
         self.finish_reason: FinishReason | None = None
-        self.cached, self.is_told, self.weights_version = 0, False, 0
+        self.cached, self.is_delivered, self.weights_version = 0, False, 0
         self._prompt, self._vocabulary, self._matcher = list(prompt), vocabulary, matcher
         ends = (*config.eos_tokens, *hidden)
         self._stream = vocabulary.stream(config.stop_strings, ends, before)

@@ -51,7 +51,7 @@ class EngineConfig:
         stream_experts: read experts from the directory when the router chooses them, and cache
             the most recently used; everything else is resident. Gradients are not supported.
         beside_bytes: part of the budget reserved for adapters that are attached later.
-        only_requests: plan memory for batched requests only, as a server sends. Their prompts are
+        only_requests: plan memory for batched requests only, as in a server. Their prompts are
             computed in chunks of `requests.max_num_batched_tokens`, so the largest step needs much
             less memory than `max_rows` whole prompts; `generate` and other calls then accept one
             sequence at a time. Models whose requests are not batched ignore it.
@@ -101,7 +101,7 @@ class EngineConfig:
         return find_workspace(model, self.max_rows, self.tokens_of(model), chunk)
 
     def _chunk_tokens_of(self, model: nn.Module) -> int | None:
-        """Return the maximum number of tokens in a step; None for whole batches of prompts."""
+        """Return the maximum number of tokens in a step; None if prompts are not split."""
         is_chunked = self.only_requests and isinstance(model, Model) and can_pack(model)
         return self.requests.max_num_batched_tokens if is_chunked else None
 

@@ -111,9 +111,9 @@ def _snapshot(
 
 
 def _step(tensor: Tensor, is_sampled: bool) -> int:
-    """Return the distance of the elements that a checksum reads.
+    """Return n, where the checksum of a tensor reads every n-th element.
 
-    It is odd, so that samples are not all from the same column.
+    n is odd, so that samples are not all from the same column.
     """
     return max(1, tensor.numel() // _SAMPLES) | 1 if is_sampled else 1
 
@@ -145,7 +145,7 @@ def _checksum(tensor: Tensor, step: int, factors: dict[tuple[int, torch.device],
 
 
 def _multipliers(like: Tensor) -> Tensor:
-    """Return an odd pseudo-random multiplier for each position.
+    """Return an odd pseudo-random multiplier for each element of `like`.
 
     Source: mixing function of Steele et al., "Fast splittable pseudorandom number generators"
     (2014).

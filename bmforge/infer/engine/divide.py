@@ -226,12 +226,12 @@ def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
 
 
 def _only(stacks: Sequence[_Stack], names: Collection[str]) -> list[_Stack]:
-    """Return every stack, reduced to the blocks with the given names."""
+    """Return the stacks (decoder, encoder), each with only the blocks that `names` contains."""
     return [[block for block in stack if block.name in names] for stack in stacks]
 
 
 def _share_of(cache_bytes: int, own: Sequence[_Stack], stacks: Sequence[_Stack]) -> int:
-    """Return the bytes of the KV cache that the given blocks of the first stack need."""
+    """Return the part of the KV cache, in bytes, that the decoder blocks in `own` use."""
     if not stacks:
         return cache_bytes
     return -(-cache_bytes * len(own[0]) // len(stacks[0]))

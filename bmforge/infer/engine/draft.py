@@ -156,7 +156,7 @@ class Draft:
     def _write(
         self, parts: Several[SequenceChunk], guessed: dict[int, list[int]], left: Several[int]
     ) -> list[torch.Tensor]:
-        """Run the draft model; return logits after the last draft token of the `left` chunks."""
+        """Run the draft model one step for the chunks with indices `left`; return their logits."""
         rows = []
         for number in left:
             part = parts[number]

@@ -122,7 +122,7 @@ class Encodings:
             encoding.fail(error)
 
     def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
-        """Return the batch size for inputs of this kind and length."""
+        """Return the batch size for inputs whose arguments have the names and shapes in `kind`."""
         if not shares_passes(self._model):
             return 1
         rows, tokens = self._most

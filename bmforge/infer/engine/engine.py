@@ -22,7 +22,7 @@ from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
 from bmforge.infer.engine.encodings import Encoding
-from bmforge.infer.engine.limit import check_asked, check_module, check_size, check_tokenizer
+from bmforge.infer.engine.limit import check_method, check_module, check_size, check_tokenizer
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.model_lock import ModelLock
 from bmforge.infer.engine.packed_directory import quantize_source
@@ -397,4 +397,4 @@ class Engine:
         """Raise `ConfigError` if the engine is closed or the model does not support the call."""
         if self._is_closed:
             raise ConfigError(f"{what} was called on a closed engine. Create a new engine.")
-        check_asked(self.model, what, writes)
+        check_method(self.model, what, writes)

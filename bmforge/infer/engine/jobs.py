@@ -83,11 +83,11 @@ class Job:
         for answer in self.ready.answers:
             if finished and answer.finish_reason is None:
                 answer.end("length")
-            piece = None if answer.is_told else answer.piece()
+            piece = None if answer.is_delivered else answer.piece()
             if piece is None:
                 continue
-            answer.is_told = piece.finish_reason is not None
-            completion = answer.completion(len(self.ready.ids)) if answer.is_told else None
+            answer.is_delivered = piece.finish_reason is not None
+            completion = answer.completion(len(self.ready.ids)) if answer.is_delivered else None
             try:
                 self.handle.put(piece, completion)
             except Exception as error:  # the callback is user code
@@ -197,7 +197,7 @@ class PackedJobs:
             has_changed: True if the caller knows that the weights changed.
         """
         if self._changes.since_last() or has_changed:
-            self._scheduler.begin_anew()
+            self._scheduler.preempt_all()
             self.pages.forget()
             self._step = None  # dtype and device may have changed too
             self.weights_version += 1

@@ -12,7 +12,7 @@ from bmforge.infer.engine.budget import EngineConfig
 from bmforge.models.base import Model
 from bmforge.records import laid_out
 
-__all__ = ["check_asked", "check_module", "check_size", "check_tokenizer", "total_tokens"]
+__all__ = ["check_method", "check_module", "check_size", "check_tokenizer", "total_tokens"]
 
 # Default KV cache capacity of an engine without a budget, in sequences of maximum length.
 _ROWS = 16
@@ -108,8 +108,8 @@ def total_tokens(model: nn.Module, config: EngineConfig, limit: tuple[int, int] 
     return requested or planned
 
 
-def check_asked(model: nn.Module, what: str, writes: bool) -> None:
-    """Raise `ConfigError` if the model does not support a method of the engine."""
+def check_method(model: nn.Module, what: str, writes: bool) -> None:
+    """Raise `ConfigError` if the model does not support the engine method named `what`."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"{what} supports only bmforge models, but the engine's model is a "

@@ -25,7 +25,7 @@ class MemoryPlan:
         smallest_bytes: smallest sufficient budget; with several devices, a sufficient budget that
             may not be the smallest.
         weights_bytes: resident weights: tensors outside of blocks, and resident blocks.
-        slots_bytes: streaming slots for the other blocks.
+        slots_bytes: streaming slots for the blocks that are not resident.
         cache_bytes: KV cache of `max_rows` sequences of maximum length.
         step_bytes: activations of the largest step.
         runtime_bytes: memory of the process other than tensors.

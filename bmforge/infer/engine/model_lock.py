@@ -40,7 +40,7 @@ class ModelLock:
         Raises:
             ConfigError: the model is in use.
         """
-        if requests is not None and requests.is_here:
+        if requests is not None and requests.on_engine_thread:
             yield
             return
         # The engine's thread releases the lock shortly after it delivered the last answer.

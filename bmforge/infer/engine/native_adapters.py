@@ -1,4 +1,4 @@
-"""Adapters of the C++ decoding step (LoRA, prefixes): supported modules, tables of one call.
+"""Describes adapters (LoRA, prefix tuning) to the C++ decoding step, as tables of pointers.
 
 The active `Selection` determines the adapters of each token; without a selection all tokens use the
 enabled adapters. The C++ decoding step reads the parameters of the adapter modules directly.
@@ -115,7 +115,7 @@ def _describe(part: LowRank, weight: float, tokens: int | None) -> Any:
 def read_prefixes(
     prefixes: Sequence[KeyValuePrefix], dtype: torch.dtype
 ) -> tuple[Any, int, list[Tensor]]:
-    """Return the table of prefixes, the maximum prefix length, and the tensors in the table.
+    """Return the table of prefix tensors, the length of the longest prefix, and the tensors.
 
     Args:
         prefixes: prefix modules; `AttentionPart.prefix` numbers them from 1, and 0 means no prefix.

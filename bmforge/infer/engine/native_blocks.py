@@ -1,7 +1,7 @@
 """Describes blocks for the C++ decoding step: pointers, sizes and kinds of their tensors.
 
-A block with an unsupported element (a hook, an unknown child or class, a hook of a parallel layout)
-has no description; torch runs such a block.
+A block that contains something unsupported (a hook, an unknown module class or child module, a
+function set by a parallel layout) has no description; torch runs such a block.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
 
 
 def _describe_experts(mlp: Any, watch: Watch) -> Any:
-    """Describe an MoE layer; return the address of the struct, None for other modules."""
+    """Return the address of the struct for an MoE layer; None if `mlp` is not an MoE layer."""
     if type(mlp) is not MoE:
         return None
     _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
@@ -337,7 +337,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
 
 
 def _describe_stack(experts: Any, key: str) -> Any:
-    """Return the descriptions of all experts' matrices `key`; None if they have no such matrix."""
+    """Describe the weight named `key` of every expert; None if the experts do not have it."""
     sizes = experts.stack_sizes().get(key)
     if sizes is None:
         return None

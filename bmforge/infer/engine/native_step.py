@@ -243,7 +243,7 @@ def _is_usual(x: Tensor, inputs: Mapping[str, Any]) -> bool:
 
 
 def _may_run(x: Tensor) -> bool:
-    """Return True if `x` is a CPU tensor without gradients, tracing, hooks and autocast."""
+    """Return True for a CPU tensor if autograd, tracing, autocast and global hooks are off."""
     if torch.is_grad_enabled() or is_tracing():
         return False
     plain = type(x) is Tensor and x.is_cpu and x.dtype in PLAIN_KINDS

@@ -122,7 +122,7 @@ class PackedStep:
         return ChunkRules() if self._is_together else ChunkRules(_STRETCH)
 
     def _outdates(self, rope: RopeSpec, before: int, after: int) -> bool:
-        """Return True if the keys of a shorter sequence must be recomputed; see `outdates_keys`."""
+        """Return True if keys are invalid when a sequence grows from `before` to `after` tokens."""
         shift = int(self.model.positions_behind_prefix(torch.zeros(1, dtype=torch.long))[0])
         return bool(before) and outdates_keys(rope, before + shift, after + shift)
 

@@ -36,7 +36,7 @@ class PagedCache:
         device: default device; layers may be on other devices.
 
     Attributes:
-        rows: rows of the current step, in token order.
+        rows: sequences of the current step, with their pages, in token order.
         tables: integer tensors of the current step; rebuilt from `rows` if they belong to an
             earlier step.
 

@@ -18,7 +18,7 @@ from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.reasoning_span import MatcherAfterReasoning
 from bmforge.infer.engine.request import Request
 from bmforge.infer.generation import check_prompt, complete_config
-from bmforge.infer.openbmb.texts import read_hidden, read_span
+from bmforge.infer.openbmb.texts import encode_cpm_ant_prompt, read_span
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import prompt_ngrams
 from bmforge.tokenizers import CPM2Tokenizer
@@ -70,7 +70,8 @@ class PromptReader:
     Args:
         model: model that the engine runs.
         tokenizer: the model's tokenizer; None if there is none.
-        limit: planned rows and tokens; None without a memory budget.
+        limit: planned maximum batch size in sequences and maximum sequence length in tokens; None
+            without a memory budget.
     """
 
     def __init__(self, model: Any, tokenizer: Any, limit: tuple[int, int] | None) -> None:
@@ -146,7 +147,7 @@ class PromptReader:
         if not ids or not prompt:
             raise ConfigError(f"the prompt is empty: prompt={prompt!r}. Pass a non-empty string.")
         if model.traits.objective == "hidden tokens":
-            return tuple(read_hidden(tokenizer, ids)), config, ()
+            return tuple(encode_cpm_ant_prompt(tokenizer, ids)), config, ()
         if is_span:
             source, ends = read_span(model, tokenizer, ids)
             more = tuple(dict.fromkeys((*config.eos_tokens, *ends)))

@@ -71,8 +71,8 @@ class ReasoningSpan:
 class MatcherAfterReasoning:
     """State of a constraint that applies to the text after the reasoning of one answer.
 
-    An answer need not begin with reasoning, unless the prompt has begun it; the constraint then
-    applies from the first token.
+    If an answer does not begin with reasoning, the constraint applies from the first token. If the
+    prompt has begun the reasoning, every answer begins with reasoning.
 
     Args:
         matcher: state of the constraint.

@@ -48,9 +48,9 @@ class Request:
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
         thoughts: span of the reasoning at the start of every answer, with its limit; a constraint
-            applies to the text after the reasoning. None without a limit and with constraints that
-            apply from the first token.
-        hidden_ids: tokens whose text is omitted from the answers, besides the EOS tokens; None
+            applies to the text after the reasoning. If None, the reasoning has no limit, and a
+            constraint applies from the first token.
+        hidden_ids: tokens whose text is omitted from the answers, as is that of EOS tokens; None
             means the tokenizer's begin, end and padding tokens.
         inputs: further inputs of the model for the prompt, as in `generate`.
     """
@@ -303,7 +303,7 @@ class Handle:
             return [self._whole[index] for index in range(self._answers)]
 
     def put(self, piece: OutputDelta, completion: Completion | None = None) -> None:
-        """Add a delta, and with the last one the completion; called by the engine."""
+        """Add a delta, and an answer's `Completion` with its last delta; called by the engine."""
         with self._changed:
             self._pieces.append(piece)
             if completion is not None:
@@ -314,8 +314,8 @@ class Handle:
     def fail(self, error: Exception) -> None:
         """Fail the request with an error; called by the engine.
 
-        The callback is called once more. Its exceptions are logged, so that they do not end other
-        requests.
+        The callback of `watch` is called once more. Its exceptions are logged, so that they do not
+        end other requests.
         """
         with self._changed:
             if not self.done:

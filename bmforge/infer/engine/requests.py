@@ -75,7 +75,7 @@ class Requests:
         tokenizer: the model's tokenizer; None if there is none.
         config: limits of batched requests.
         packed: runner of the requests that are batched.
-        turn: factory of context managers that lock the model; one is entered while there are
+        turn: factory of context managers that lock the model; the lock is held while there are
             requests.
         encodings: runner of embedding requests.
     """
@@ -143,7 +143,7 @@ class Requests:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the engine's thread between two steps; return its result."""
-        if self.is_here:
+        if self.on_engine_thread:
             self._was_called = True
             return function()
         future: Future[Any] = Future()
@@ -168,7 +168,7 @@ class Requests:
         return self._packed.weights_version
 
     @property
-    def is_here(self) -> bool:
+    def on_engine_thread(self) -> bool:
         """Whether the caller runs on the engine's thread."""
         return threading.current_thread() is self._thread
 
@@ -200,7 +200,7 @@ class Requests:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._thread is not None and not self.is_here:
+        if self._thread is not None and not self.on_engine_thread:
             self._thread.join()
 
     def _waiting(self) -> int:
@@ -252,7 +252,7 @@ class Requests:
             self._end_all()
 
     def _step(self) -> None:
-        """Accept new requests, end cancelled and expired requests, run one step of the others."""
+        """Accept requests, end cancelled and expired ones, run one step of those that remain."""
         if self._calls or self._was_called:
             self._was_called = False
             self._answer_calls()
@@ -276,7 +276,7 @@ class Requests:
         self._step_tasks()
 
     def _step_tasks(self) -> None:
-        """Run one forward pass of the embedding requests, and one step of the oldest other task."""
+        """Run a forward pass of the embedding requests, and a step of the oldest other task."""
         if not (self._encodings or self._works):
             return
         if self._releases:

@@ -18,7 +18,7 @@ from bmforge.infer.engine.prompts import Ready, is_document
 from bmforge.infer.engine.turns import Turns
 from bmforge.infer.generation import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
-from bmforge.infer.openbmb.texts import answer_document, start_hidden
+from bmforge.infer.openbmb.texts import answer_document, start_cpm_ant
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import choosing_deltas
 
@@ -68,7 +68,7 @@ class UnbatchedRunner:
         """Create the decoder; return it with its first input tokens."""
         model, ready = self._model, self._ready
         if model.traits.objective == "hidden tokens" and self._tokenizer is not None:
-            return start_hidden(model, self._tokenizer, ready.ids, ready.config)
+            return start_cpm_ant(model, self._tokenizer, ready.ids, ready.config)
         device = next(model.parameters()).device
         ids = torch.tensor([ready.ids], device=device)
         inputs = ready.request.inputs

@@ -24,11 +24,11 @@ class ChunkRules:
     """Rules for dividing a sequence into steps with bitwise equal results.
 
     Args:
-        unit: chunk size of prompts in tokens; generated tokens are then computed one by one.
-            None allows any division.
+        unit: chunk size of prompts in tokens; if it is set, generated tokens are computed one by
+            one. None allows any division.
         shares: whether sequences share prefixes, whose lengths are multiples of `unit`.
-        outdates: function (length before, length now) -> True if keys of the shorter sequence must
-            be recomputed; sequences are then never divided. If None, keys are never recomputed.
+        outdates: function (old length, new length) -> True if the keys that were computed at the
+            old length are invalid; with it, sequences are never divided. None if keys stay valid.
     """
 
     unit: int | None = None
@@ -195,7 +195,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def begin_anew(self) -> None:
+    def preempt_all(self) -> None:
         """Preempt all sequences, so that their keys and values are recomputed."""
         for sequence in list(self.running):
             self._preempt(sequence)

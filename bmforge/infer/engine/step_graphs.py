@@ -44,7 +44,7 @@ class StepGraphs:
     recorded.
 
     Args:
-        run: function from tables to the logits of all sequences, (T, V).
+        run: function from the tensors of a step (`FixedTables`) to the logits, (T, V).
         device: device of the model and the cache.
         record: function (function, earlier recording) -> recording; the new recording may reuse the
             memory of the earlier one.
@@ -112,7 +112,7 @@ class StepGraphs:
 
 
 def _round_rows(count: int) -> int:
-    """Round up to 1, 2, 4 or a multiple of 16, the rows of a tile of the tensor cores."""
+    """Round a batch size up to 1, 2, 4 or a multiple of 16, the rows of a tensor-core tile."""
     return 1 << (count - 1).bit_length() if count <= 4 else -(-count // 16) * 16
 
 

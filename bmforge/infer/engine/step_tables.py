@@ -51,8 +51,8 @@ class TablesOnDevice:
         row_pages: pages of each sequence.
         few: indices of the tokens of sequences with few tokens, on accelerators; None if there are
             none.
-        page_tables: pages of the sequence of each of these tokens; None without `few`.
-        ends: number of tokens that each of them attends to; None without `few`.
+        page_tables: pages of the sequence of each token in `few`; None without `few`.
+        ends: number of tokens that each token in `few` attends to; None without `few`.
 
     Shape:
         ids, positions, pages, offsets: (T,) int64; scored: (M,) int64; row_pages: (width,) int64
@@ -183,7 +183,7 @@ class FixedTables:
         self._on_device = None
 
     def at(self, device: torch.device) -> TablesOnDevice:
-        """Return the tensors; the first call after `fill` or `forget` converts the indices."""
+        """Return the tensors; the first call after `fill` or `forget` converts them from int32."""
         assert device == self._sent.device
         if self._on_device is None:
             count = self._count
@@ -203,5 +203,5 @@ class FixedTables:
         return self._on_device
 
     def forget(self) -> None:
-        """Convert the indices again in the next call of `at`."""
+        """Convert the tensors from int32 again in the next call of `at`."""
         self._on_device = None

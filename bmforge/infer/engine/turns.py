@@ -11,7 +11,7 @@ __all__ = ["Turns"]
 class _Stopped(BaseException):
     """Raised inside a canceled function.
 
-    A BaseException, which `except Exception` does not catch.
+    It is a BaseException, so that `except Exception` does not catch it.
     """
 
 

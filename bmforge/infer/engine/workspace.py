@@ -184,7 +184,7 @@ class _Follower(TorchDispatchMode):
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Replaces attention with the allocations of the fused kernel (meta would allocate scores)."""
+    """Replaces attention with the allocations of the fused kernel, which stores no scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -68,7 +68,7 @@ def fill_documents(
             at most 100 tokens per answer. `max_new_tokens` is the limit on one answer.
         examples: documents with their answers as few-shot examples.
         constraints: dict from the keys under ``<ans>`` to allowed answers; if None, options and
-            ratings such as (1-5) are read from each document; see `tokenizers.cpm_bee_tasks`.
+            ratings such as (1-5) are read from each document; see `tokenizers.cpm_bee.tasks`.
         max_length: maximum length of a document including its examples, in tokens; None for no
             limit.
         batch_size: documents per batch.
@@ -263,7 +263,7 @@ class _DocumentDecoder(Decoder):
         model(ids, input_sub=sub, cache=self.cache, logits_to_keep=1, **self._seen, **self._tables)
 
     def run(self, tokens: Tensor) -> Tensor:
-        """Run the model on the last selected outputs (first ``<s>``); return the next logits.
+        """Run the model on the last chosen outputs (initially ``<s>``); return the next logits.
 
         Shape:
             tokens: (R, 1) -> (R, outputs) in fp32

@@ -35,9 +35,9 @@ from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
 
 __all__ = [
     "answer_document",
-    "read_hidden",
+    "encode_cpm_ant_prompt",
     "read_span",
-    "start_hidden",
+    "start_cpm_ant",
     "write_text",
     "write_texts",
 ]
@@ -89,7 +89,7 @@ def write_texts(model: Any, tokenizer: Any, prompt: str, **options: Any) -> list
             f"{type(model).__name__}. Leave it out, or use Engine.submit."
         )
     if traits.objective == "hidden tokens":
-        return [_continue_hidden(model, tokenizer, ids, options)]
+        return [_continue_cpm_ant(model, tokenizer, ids, options)]
     if is_span:
         return [_write_span(model, tokenizer, ids, options)]
     config = GenerationConfig(**options)
@@ -216,13 +216,14 @@ def answer_document(
     return filled["<ans>"].replace("<<", "<")
 
 
-def _continue_hidden(
+def _continue_cpm_ant(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], options: dict[str, Any]
 ) -> str:
     """Continue a text as CPM-Ant's original code does."""
     config = complete_config(model, GenerationConfig(**options))
     with evaluating(model), torch.no_grad():
-        decoder, start = start_hidden(model, tokenizer, read_hidden(tokenizer, ids), config)
+        prompt = encode_cpm_ant_prompt(tokenizer, ids)
+        decoder, start = start_cpm_ant(model, tokenizer, prompt, config)
         if config.num_beams > 1:
             return _show(tokenizer, search_hypotheses(decoder, start, config))
         only_written = torch.full_like(start[:, 0], start.shape[1])
@@ -230,13 +231,13 @@ def _continue_hidden(
     return _show(tokenizer, out[0].tolist())
 
 
-def read_hidden(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def encode_cpm_ant_prompt(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     """Return the ids of a CPM-Ant prompt: BOS token first, unknown tokens removed."""
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return [*begin, *(id for id in ids if id != tokenizer.unk_id)]
 
 
-def start_hidden(
+def start_cpm_ant(
     model: CausalLM, tokenizer: Any, ids: Sequence[int], config: GenerationConfig
 ) -> tuple[Decoder, Tensor]:
     """Create the decoder for a CPM-Ant prompt; return it with its first input, (1, T)."""

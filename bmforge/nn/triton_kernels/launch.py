@@ -328,7 +328,7 @@ class TritonKernels:
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor as 64-bit integers, or else as bytes."""
+    """Return the bytes of a contiguous tensor, as 64-bit integers if size and address allow."""
     data = tensor.detach().view(-1).view(torch.uint8)
     aligned = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     return data.view(torch.int64) if aligned else data

@@ -14,7 +14,7 @@ __all__ = ["dequantize", "multiply_few", "multiply_tiles", "multiply_wide_groups
 def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
     """Return c + the dot product of four bytes of `a`, signed or not, and four signed bytes of `b`.
 
-    Emulated in the interpreter and on GPUs without NVIDIA's instruction.
+    The product is emulated in Triton's interpreter and on GPUs without the dp4a instruction.
     """
     if EMULATE:
         for i in tl.static_range(4):

@@ -202,7 +202,7 @@ def collate_rows(
         context: (B, T) bool
         length: (B,) int32
         segment_rel: (B, R) int32
-        ext_table_ids, ext_table_sub: (E,) int32; only (0, 1) without an extension
+        ext_table_ids, ext_table_sub: (E,) int32; a single entry (0, 1) without an extension
         labels: (B, T) int64, not shifted: -100, a token id, or `vocab_size` + extension row
 
     Raises:
@@ -251,7 +251,7 @@ def extension_rows(instances: Sequence[Instance]) -> list[Token]:
 
 
 def extension_inputs(tokens: Sequence[Token]) -> dict[str, NDArray[np.int32]]:
-    """Return the inputs ``ext_table_ids`` and ``ext_table_sub``; only (0, 1) without tokens."""
+    """Return ``ext_table_ids`` and ``ext_table_sub``; a single entry (0, 1) without tokens."""
     ids, subs = np.array(tokens or [_NO_EXTENSION], dtype=np.int32).T
     return {
         "ext_table_ids": np.ascontiguousarray(ids),
