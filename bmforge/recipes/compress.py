@@ -308,7 +308,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
 
 
 def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return nested tables of default values, updated with `changes`."""
+    """Return `usual`, a nested dict of default values, updated with `changes`."""
     out = dict(usual)
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)

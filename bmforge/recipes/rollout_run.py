@@ -136,7 +136,7 @@ class RolloutRun:
         self._log: CompletionLog | None = None
 
     def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
-        """Create the loader of the run; the reward functions are closed with the run."""
+        """Create the loader of the run; the reward functions are closed when the run ends."""
         config, rows, world = self._config, self._rows, init_distributed()
         self._rewards = rewards
         decode = make_decoder(self.tokenizer, self._stops)

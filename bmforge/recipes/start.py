@@ -104,7 +104,7 @@ def _start_from(name: str) -> Start:
 
 
 def traits_of(config: ModelConfig) -> Traits:
-    """Return the traits of a model with this config."""
+    """Return the `Traits` (attention pattern, objective, ...) of a model with this config."""
     return family_of(config).family_traits.of(config)
 
 
