@@ -164,7 +164,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return (mean probability, key, indices) of each set of units that is pruned at once."""
+    """Return (mean probability, (block, kind), indices) of each set of units pruned together."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":
