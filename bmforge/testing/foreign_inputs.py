@@ -1,7 +1,7 @@
 """Example inputs of small transformers models with any head but a causal language model's.
 
-Models of transformers take images and sound in different forms. The forms are tried in turn: the
-first that a model accepts, and that its logits depend on, is the model's form.
+Models of transformers take images and sound in different input formats. `find_example` tries the
+formats in turn, and uses the first that the model accepts and that affects its logits.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Example:
 
 
 def find_example(plain: Any, head: str) -> Example:
-    """Return an input that a plain transformers model accepts, with an image or sound if it can.
+    """Return an input for a transformers model, with an image or sound if the model accepts it.
 
     Args:
         plain: small model, in eval mode.
         head: key of `library.AUTO_CLASSES`.
 
     Raises:
-        NoExampleError: the model accepts none of the forms.
+        NoExampleError: the model accepts none of the input formats.
     """
     reasons = []
     names, _ = accepted_arguments(plain)
@@ -85,7 +85,11 @@ def find_example(plain: Any, head: str) -> Example:
 
 
 def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]) -> str:
-    """Return "" if a model uses `form`, for each row alone, and has a loss; else the problem."""
+    """Return the reason why a model cannot be tested with these inputs; "" if there is none.
+
+    The model must return a loss, its logits must depend on the tensors of `form`, and the logits of
+    a row must not depend on other rows.
+    """
     out = plain(**inputs)
     floats = {name: torch.zeros_like(t) for name, t in form.items() if t.is_floating_point()}
     if out.loss is None:
@@ -152,7 +156,7 @@ def _placeholder(config: Any) -> int | None:
 
 
 def _placeholder_counts(plain: Any, modality: str, form: dict[str, Tensor]) -> Iterator[int]:
-    """Yield the numbers of placeholders per row to try: those of the features, or up to 64."""
+    """Yield the numbers of placeholders per row to try: that of the features, else 0 to 64."""
     if modality == "text" or _placeholder(plain.config) is None:
         yield 0
         return
@@ -161,7 +165,7 @@ def _placeholder_counts(plain: Any, modality: str, form: dict[str, Tensor]) -> I
 
 
 def _count_features(plain: Any, modality: str, form: dict[str, Tensor]) -> int | None:
-    """Return the number of features per row; None if the model does not compute them alone."""
+    """Return the number of image or audio features per row; None if they cannot be computed."""
     read = getattr(plain, f"get_{modality}_features", None)
     if read is None:
         return None
@@ -180,7 +184,7 @@ def _count_features(plain: Any, modality: str, form: dict[str, Tensor]) -> int |
 
 
 def _forms(config: Any, head: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the forms of input to try, as (modality, arguments besides tokens)."""
+    """Yield the input formats to try, as (modality, arguments other than token ids)."""
     torch.manual_seed(0)
     if head == "image_text_to_text":
         yield from (("image", form) for form in _image_forms(config))
@@ -246,7 +250,7 @@ def _sound_forms(config: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _field(config: Any, name: str, default: int) -> int:
-    """Return an integer field of a config or of a part of it; of a list, the first entry."""
+    """Return an integer field of a config or nested config; the first entry if it is a list."""
     parts = [v for v in vars(config).values() if hasattr(v, "to_dict")]
     value = getattr(config, name, None) if not parts else None
     for part in parts:

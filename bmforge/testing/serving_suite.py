@@ -59,7 +59,7 @@ class ServingSuite(SuiteBase):
                 assert_equal_trees(got, want)
 
     def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return the answers to the prompts for each selection of adapters, all running at once."""
+        """Return the answers to concurrent requests: all prompts for each selection of adapters."""
         prompts = self.serving_prompts(engine.model)[1:4]
         config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
         handles = [
