@@ -93,7 +93,7 @@ class ValueTrainer:
         return int(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizers."""
+        """Return the state other than that of model and optimizers, as JSON values."""
         return {"step": self.step, "guard": self._guard.state_dict(), "metrics": self.metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
