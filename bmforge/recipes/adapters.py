@@ -73,7 +73,7 @@ _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapter to train instead of the whole model; fields that are None use its type's defaults.
+    """Adapter to train instead of the whole model; None means the default of the adapter type.
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or

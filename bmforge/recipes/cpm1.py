@@ -229,9 +229,12 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}).") from error
+        raise DataError(f"{where} is not JSON ({error}). Correct or remove the line.") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where} is a JSON {type(parsed).__name__} (needed: an object).")
+        raise DataError(
+            f"{where} is a JSON {type(parsed).__name__} (needed: an object). Correct or remove the "
+            "line."
+        )
     return parsed
 
 

@@ -187,7 +187,7 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
 def _fitting(
     source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
 ) -> list[dict[str, Any]]:
-    """Return the usable held-out documents of a task, with the first transform applied.
+    """Return a task's held-out documents that can be encoded, after the task's first transform.
 
     Raises:
         DataError: a document cannot be encoded and `skip_bad` is off, or no document is left.

@@ -82,7 +82,7 @@ def check_rollouts(config: Any) -> None:
 
 
 def _check_exact(config: Any, longest: int, limit: int | None) -> None:
-    """Raise `ConfigError` if the sampling kernels cannot score sequences of prompt and answer."""
+    """Raise `ConfigError` if the native kernels cannot compute `rollout.exact_logprobs`."""
     if config.adapter.kind is not None:
         raise ConfigError(
             "rollout.exact_logprobs=True is not supported with "

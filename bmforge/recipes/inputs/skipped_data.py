@@ -23,7 +23,7 @@ def log_skipped(
     """Log on one process how many items were skipped for each reason; warn if there are many.
 
     Args:
-        reasons: for each skipped item, the reason.
+        reasons: reason of each skipped item.
         total: number of all items.
         what: plural noun for the items in the message.
         examples: dict from reason to a message about one of the items.
