@@ -183,7 +183,7 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return a copy of `part` with its heads, and their lists of dims, in the order of `heads`."""
+    """Return a layer's kept indices with the heads, and their dims, in the order of `heads`."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
