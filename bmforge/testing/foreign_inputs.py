@@ -28,7 +28,7 @@ _PLACEHOLDERS = (
 
 
 class NoExampleError(ValueError):
-    """A model accepts none of the input forms."""
+    """Raised if a model accepts none of the input formats."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_example(plain: Any, head: str) -> Example:
     for modality, form in _forms(plain.config, head):
         if not names.issuperset(form):
             continue
-        if "input_ids" in names and "attention_mask" in form:  # that of the text
+        if "input_ids" in names and "attention_mask" in form:  # the mask is that of the text
             continue
         for count in _placeholder_counts(plain, modality, form):
             inputs = {**_text_inputs(plain, head, count, names), **form}
@@ -77,7 +77,8 @@ def find_example(plain: Any, head: str) -> Example:
             if not problem:
                 return Example(inputs, modality)
             reasons.append(problem)
-    # Errors in the code of transformers come first, as other errors may be those of wrong forms.
+    # Errors in the code of transformers come first, as other errors may only mean
+    # that the input format is wrong.
     reasons.sort(key=lambda reason: not reason.startswith(("AttributeError", _NO_LOSS)))
     raise NoExampleError(
         f"no input form fits a {type(plain).__name__}: {next(iter(reasons), 'it reads none')}"
@@ -105,7 +106,7 @@ def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]
 
 
 def _text_inputs(plain: Any, head: str, count: int, names: frozenset[str]) -> dict[str, Tensor]:
-    """Return token ids with `count` placeholders of the image or sound in each row, and labels."""
+    """Return labels, and token ids with `count` image or audio placeholders per sequence."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 150, (_ROWS, _TEXT + count), generator=generator)
     ids[:, -1] = 2  # the end of a text, whose state some classifiers read
@@ -156,7 +157,7 @@ def _placeholder(config: Any) -> int | None:
 
 
 def _placeholder_counts(plain: Any, modality: str, form: dict[str, Tensor]) -> Iterator[int]:
-    """Yield the numbers of placeholders per row to try: that of the features, else 0 to 64."""
+    """Yield the numbers of placeholders to try: that of the features if known, else 0 to 64."""
     if modality == "text" or _placeholder(plain.config) is None:
         yield 0
         return
