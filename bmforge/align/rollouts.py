@@ -50,7 +50,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return ``old``, ``reference`` and ``values``, (B, T), without those that are not used."""
+        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the run uses."""
 
 
 class RolloutLoader:
@@ -195,7 +195,7 @@ class RolloutLoader:
         return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
-        """Generate and reward answers; return a dict from prompt index to answers."""
+        """Generate answers with their rewards; return a dict from prompt index to answers."""
         assert self._writer is not None
         rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]

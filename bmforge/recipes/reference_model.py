@@ -102,7 +102,7 @@ def make_reference_copy(config: Any, rows: World, dtype: ReferenceDtype | None =
 
 
 def _build_quantized(config: Any, dtype: ReferenceDtype, world: World, mesh: Any) -> nn.Module:
-    """Build the copy: linear layers in `dtype`, others in the run's precision."""
+    """Build the copy: linear layers in `dtype`, other layers in the run's precision."""
     start = find_model(config.init_from)
     sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")

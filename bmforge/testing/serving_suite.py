@@ -30,7 +30,7 @@ class ServingSuite(SuiteBase):
     @capability("serve")
     @pytest.mark.long
     def test_serves_many(self, tiny: Model) -> None:
-        """Concurrent requests of any length get the same answers or embeddings as alone."""
+        """Concurrent requests of any length get the same results as single requests."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             if tiny.traits.writes:
