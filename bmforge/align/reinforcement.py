@@ -218,7 +218,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the run uses."""
+        """Return the scores that the run uses: ``old``, ``reference``, ``values``, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}

@@ -50,7 +50,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return those of ``old``, ``reference`` and ``values``, (B, T), that the run uses."""
+        """Return the scores that the run uses: ``old``, ``reference``, ``values``, (B, T) each."""
 
 
 class RolloutLoader:
