@@ -30,7 +30,7 @@ _EPSILON = 1e-4
 
 
 def weigh_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of several reward functions; NaN if no function returned a reward.
+    """Return the weighted sum of each answer's rewards; NaN if no function returned a reward.
 
     Shape:
         rewards: (F, P, G); weights: (F,); returns (P, G)

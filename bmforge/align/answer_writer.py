@@ -1,4 +1,4 @@
-"""Generates rollouts with the engine, using the trained model or a copy of sharded weights."""
+"""Generates the answers of rollouts with the inference engine and the current weights."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def keep_reference_(
         batch_size: examples per forward pass.
         model: initial model; all ranks call this function together.
 
-        Comm: the collectives of the forward passes, and one all-reduce of two numbers per example.
+    Comm: the collectives of the forward passes, and one all-reduce of two numbers per example.
     """
     path = Path(run_dir) / _FILE
     names = [source.fingerprint for source in sources]

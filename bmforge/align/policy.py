@@ -109,7 +109,7 @@ class PolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Complete policy loss, with the fields of `PolicyConfig` and the defaults of GRPO."""
+    """Settings of a policy loss: `PolicyConfig` without None; the defaults are those of GRPO."""
 
     advantage: AdvantageName = "group"
     ratio: RatioName = "token"
@@ -156,7 +156,7 @@ class Policy:
 
 
 def _find_idle(policy: Policy) -> dict[str, tuple[bool, str]]:
-    """Return a dict from option to (True if it has no effect, the setting that is the reason)."""
+    """Return a dict from option to (whether it has no effect, the setting that disables it)."""
     has_kl, clip = policy.beta > 0, f"rl.clip={policy.clip}"
     in_reward = has_kl and policy.kl_in == "reward"
     return {
@@ -307,12 +307,12 @@ def policy_loss(
 
     Args:
         inputs: tensors of the answers.
-        config: policy loss of the method.
+        config: settings of the policy loss.
         max_tokens: maximum length of an answer, for the fixed normalization.
 
     Returns:
-        the loss, and a dict of sums over tokens for metrics, without gradient: numbers of clipped
-        tokens, and the KL divergence
+        the loss, and a dict of detached sums over tokens, for metrics: the number of tokens whose
+        ratio was clipped, at each bound and in total, and the KL divergence
     """
     mask = inputs.mask.to(inputs.logprobs.dtype)
     inputs = inputs._replace(advantages=inputs.advantages.to(inputs.logprobs.dtype))

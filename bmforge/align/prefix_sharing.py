@@ -1,10 +1,10 @@
-"""Prefix sharing: rows in which both answers of a pair follow one copy of their prompt.
+"""Prefix sharing: sequences in which both answers of a pair follow one copy of the prompt.
 
-The prompt is computed once instead of twice. A row has three segments: the prompt without its last
-token, the last prompt token with the chosen answer, and the last prompt token again with the
+The prompt is computed once instead of twice. A sequence has three segments: the prompt without its
+last token, the last prompt token with the chosen answer, and the last prompt token again with the
 rejected answer. Tokens attend to the prompt and within their segment, and both answers have the
-same positions as in separate rows. The last prompt token is repeated so that every label is
-predicted by the token before it, as in ordinary rows.
+same positions as in separate sequences. The last prompt token is repeated so that every label is
+predicted by the token before it, as in ordinary sequences.
 
 Source: Wang and Hegde, "Accelerating direct preference optimization with prefix sharing" (2024).
 """
@@ -53,10 +53,10 @@ class SharedRow(NamedTuple):
 def share_prompt(
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
 ) -> SharedRow:
-    """Join the two rows of a pair into one row with a single copy of the common prompt.
+    """Join the two sequences of a pair into one, with a single copy of the common prompt.
 
     Args:
-        answers: (ids, labels) of the chosen and of the rejected row.
+        answers: (ids, labels) of the sequences with the chosen and with the rejected answer.
     """
     length = min(_first_label(labels) for _, labels in answers)
     first, second = (ids[:length] for ids, _ in answers)
@@ -83,7 +83,7 @@ def _first_label(labels: Sequence[int]) -> int:
 
 
 def is_shared(batch: Mapping[str, Tensor]) -> bool:
-    """Return True if each row of a batch contains both answers of a pair."""
+    """Return True if each sequence of a batch contains both answers of a pair."""
     return SEGMENTS in batch
 
 
@@ -128,7 +128,7 @@ def pairs_of(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def chosen_rows(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of chosen answers and their prompts; in shared rows, others are 0.
+    """Return the values at chosen answers and their prompts; in shared sequences, 0 elsewhere.
 
     Shape:
         values: (2B, T), or (B, T) if both answers of a pair share a row; returns (B, T)

@@ -109,7 +109,7 @@ def frozen_copy(reference: Any, is_offloaded: bool = False) -> Reference:
     """Freeze a second model; return a reference function that scores batches with it.
 
     Args:
-        reference: model with the initial weights, on the layout of the policy.
+        reference: model with the initial weights, in the layout of the policy.
         is_offloaded: keep the weights in host memory, and copy them to the device only during each
             call.
     """

@@ -47,8 +47,8 @@ def _score(
 def _score_whole(model: Any, batch: Batch, temperature: float) -> Tensor:
     """Return a batch's log-probabilities on every pipeline stage.
 
-    It must be called outside of a training step, where every stage gets the outputs of the last
-    stage, so that the result is never None.
+    Call this function outside of training steps: then every stage receives the outputs of the last
+    stage, and the log-probabilities are never None.
     """
     scores = _score(model, batch, temperature)
     assert scores is not None
@@ -77,7 +77,7 @@ class PolicyObjective:
     """Training objective of reinforcement learning: the policy loss of a micro-batch.
 
     Args:
-        policy: loss of the method.
+        policy: settings of the policy loss.
         temperature: temperature of the rollouts, which divides the logits of all policies.
         max_tokens: maximum length of an answer in tokens.
         rollout_metrics: names of the rollout's metrics, and a function that returns their current
@@ -109,7 +109,7 @@ class PolicyObjective:
 
     @property
     def metrics(self) -> Mapping[str, MetricKind]:
-        """Kind of each metric, including those that reward functions log in this rollout."""
+        """Dict from metric to its kind, including metrics that reward functions have logged."""
         return {**dict.fromkeys(self._rollout_metrics(), "mean"), **self._metrics}
 
     def count(self, batch: Batch) -> int:
@@ -117,9 +117,9 @@ class PolicyObjective:
         return count_items(mask_answers(batch["labels"]), self._policy)
 
     def prepare(self, model: Any, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Train the value model; return the micro-batches with exact log-probabilities, if used.
+        """Train the value model, and add log-probabilities to the micro-batches if necessary.
 
-        They are computed with the kernels that sampled the answers (see `score_rows`).
+        With `score_rows`, the added log-probabilities are those of the sampling kernels.
         """
         if self.companion is not None:
             self.companion.train_step(micro_batches)
@@ -218,7 +218,7 @@ class PolicyScores:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the tensors ``old``, ``reference`` and ``values``, (B, T), as the loss needs."""
+        """Return the scores that the run uses: ``old``, ``reference``, ``values``, (B, T) each."""
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
@@ -244,7 +244,7 @@ def open_reference(
     Args:
         model: trained model with its initial weights.
         trains_base: True if modules that are not part of an adapter are trained.
-        make_copy: function that builds a second model with the initial weights, on the layout of
+        make_copy: function that builds a second model with the initial weights, in the layout of
             the policy; if None, an unsharded model is copied, and a sharded model raises an error.
 
     Raises:

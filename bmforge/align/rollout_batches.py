@@ -73,7 +73,7 @@ class RolloutAnswer:
 
 
 def collate_answers(answers: Sequence[RolloutAnswer | None], names: Collection[str] = ()) -> Batch:
-    """Collate answers into a micro-batch, padded on the right; None gives a row without labels.
+    """Collate answers into a micro-batch, padded on the right; None gives a padding sequence.
 
     Advantages and the fields in `names` are at the positions of their tokens.
 
@@ -118,7 +118,7 @@ def _make_row(
 
 
 def mask_answers(labels: Tensor) -> Tensor:
-    """Return the mask of scored tokens; the first token of a row is never scored.
+    """Return the mask of scored tokens; the first token of a sequence is never scored.
 
     Shape:
         labels: (B, T); returns (B, T)

@@ -50,7 +50,7 @@ class Scores(Protocol):
     """Interface that computes log-probabilities and values of answers."""
 
     def score(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the tensors ``old``, ``reference`` and ``values``, (B, T), as the loss needs."""
+        """Return the scores that the run uses: ``old``, ``reference``, ``values``, (B, T) each."""
 
 
 class RolloutLoader:
@@ -60,7 +60,7 @@ class RolloutLoader:
         prompts: prompts of the run.
         rewards: reward functions; None for distillation, which needs no rewards.
         config: options of the rollouts.
-        policy: loss of the run, which determines how rewards become advantages.
+        policy: settings of the policy loss, which determine how rewards become advantages.
         sizes: config with ``global_batch_size`` (answers per optimizer step), ``micro_batch_size``
             and ``seed``.
         decode: function that returns the text for the token ids of an answer.
@@ -195,7 +195,7 @@ class RolloutLoader:
         return self._prompts[int(permute(np.array([index]), len(self._prompts), key)[0])]
 
     def _write(self, numbers: Sequence[int]) -> dict[int, list[RolloutAnswer]]:
-        """Generate and reward answers; return a dict from prompt index to answers."""
+        """Generate answers with their rewards; return a dict from prompt index to answers."""
         assert self._writer is not None
         rows = [self.prompt(number) for number in numbers]
         keys = [derive_key("answers", self._sizes.seed, number) for number in numbers]
@@ -286,7 +286,7 @@ class RolloutLoader:
             answer.is_masked = answer.reward is None or is_left_out
 
     def _score_policies(self) -> dict[str, dict[int, list[float]]]:
-        """Set the log-probabilities and values of answers; return the numbers that advantages need.
+        """Set the answers' log-probabilities and values; return those that advantages depend on.
 
         The forward passes use the micro-batches of the update, so that the ratio of the first
         update is exactly 1: other shapes could lead to slightly different results.

@@ -30,7 +30,7 @@ def set_token_advantages(
         answers: all answers of the rollout.
         rewards: reward of each answer; NaN if the answer is excluded from the loss.
         scores: dict with ``kl`` and ``values`` of each token, if the policy uses them.
-        policy: loss of the run.
+        policy: settings of the policy loss.
     """
     mask = _tabulate({n: answer.mask for n, answer in enumerate(answers)}, answers).bool()
     kl = _tabulate(scores["kl"] if policy.kl_in == "reward" and policy.beta else {}, answers)

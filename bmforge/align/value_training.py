@@ -84,7 +84,7 @@ class ValueTrainer:
         self.metrics = {**metrics, "val/grad_norm": norm}
 
     def _sum(self, count: int) -> int:
-        """Return the sum of a count over the rows of all processes."""
+        """Return the sum of a count over all data-parallel processes."""
         if self._mesh is None or self._mesh.size() == 1:
             return count
         own = count if counts_here(self._mesh, *ROW_AXES) else 0
@@ -93,7 +93,7 @@ class ValueTrainer:
         return int(total)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizers."""
+        """Return the state other than that of model and optimizers, as JSON values."""
         return {"step": self.step, "guard": self._guard.state_dict(), "metrics": self.metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

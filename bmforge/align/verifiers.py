@@ -1,4 +1,4 @@
-"""Built-in reward functions for verifiable answers: 1 for a correct answer, otherwise 0.
+"""Built-in reward functions for verifiable answers: 1 for correct, 0 for wrong answers.
 
 The module has no heavy imports, since `reward_worker` runs verifiers in a separate process: a
 user's regular expression may take exponential time.
@@ -112,7 +112,7 @@ def _matches(pattern: str) -> Reward:
 
 
 def _is_short(limit: str) -> Reward:
-    """Return a reward function for length: 1 up to `limit` tokens, 0 for at least twice as many."""
+    """Return a reward for length: 1 up to `limit` tokens, falling linearly to 0 at 2 x `limit`."""
     if not limit.isdecimal() or int(limit) < 1:
         raise ConfigError(f"--reward length:{limit} needs a number of tokens, as in length:256.")
     most = int(limit)

@@ -104,9 +104,19 @@ def record_calls(
 def _find_slot(
     out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
 ) -> tuple[int | str, int | None]:
-    """Return the index or name of the argument that is the previous block's output.
+    """Find the argument of a block that is an output of the previous block.
 
-    The second value is the index of this output, or None if the block returns a single tensor.
+    Args:
+        out: output of the previous block.
+        args, kwargs: arguments of the block.
+        kind: class name of the block, for messages.
+
+    Returns:
+        index or name of the argument, and index of the output (None if the previous block returns
+        a single tensor)
+
+    Raises:
+        ConfigError: no argument is an output of the previous block.
     """
     outs = list(enumerate(out)) if isinstance(out, (tuple, list)) else [(None, out)]
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]

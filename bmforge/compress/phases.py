@@ -19,7 +19,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class PhaseSteps:
-    """Training steps of each phase; if all are 0, compression runs after training.
+    """Training steps of each phase; a phase with 0 steps compresses the model without training.
 
     Args:
         structure: training steps of structured pruning (default: 0).

@@ -120,8 +120,8 @@ class Hessian:
     def inverse_factor(self, damp: float, name: str) -> Tensor:
         """Return the upper Cholesky factor of the inverse of the damped Hessian.
 
-        The factor overwrites the products; it is computed once for all matrices with the same
-        inputs.
+        The factor overwrites the sum of ``X^T X``; it is computed once for all matrices with the
+        same inputs.
 
         Args:
             damp: fraction of the mean diagonal that is added to the diagonal.

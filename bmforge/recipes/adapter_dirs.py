@@ -151,7 +151,16 @@ def _copy_companions(base: Path, adapter: Path, target: Path) -> None:
 
 @contextmanager
 def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
-    """Context manager that yields a model's name; an adapter is merged into a temporary model."""
+    """Context manager that yields the directory or hub id of a model without a separate adapter.
+
+    Args:
+        name: model argument of a command. An adapter is merged into its base model, in a temporary
+            directory that is deleted at the end.
+        near: output path of the command; the temporary directory is created next to it.
+
+    Raises:
+        CheckpointError: `name` is an adapter, and `near` already exists.
+    """
     directory = find_export(name)
     if not is_adapter(directory):
         yield directory

@@ -73,7 +73,7 @@ _RATES = {"ia3": 3e-3, "bitfit": 1e-3, "prefix": 1e-2, "soft-prompt": 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Adapter to train instead of the whole model; fields that are None use its type's defaults.
+    """Adapter to train instead of the whole model; None means the default of the adapter type.
 
     Args:
         kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
@@ -178,9 +178,10 @@ def default_rate(kind: str, rank: int | None, full_rate: float = _FULL_RATE) -> 
 
     Args:
         kind: a name in `KINDS`.
-        rank: rank of LoRA; above 16 the rate falls with its square root, to 1e-4.
-        full_rate: the task's default for full fine-tuning; below that of chats, 2e-5, it scales
-            the result (1e-6 for preferences and rl: 1e-5 for LoRA).
+        rank: rank of LoRA; above 16 the rate is divided by sqrt(rank / 16), but at least 1e-4.
+        full_rate: the task's default learning rate for full fine-tuning. If it is below the 2e-5 of
+            chats, the result is multiplied by full_rate / 2e-5 (for preferences and rl, where it is
+            1e-6, the learning rate of LoRA is 1e-5).
     """
     rate = _RATES.get(kind, 1e-4)
     if kind == "lora":
@@ -290,7 +291,7 @@ def find_base(model: nn.Module, config: Any) -> Base | None:
 
 
 def adapter_stays(model: nn.Module) -> Callable[[str, Tensor], bool]:
-    """Return a predicate that is True for adapter tensors, which stay on the device."""
+    """Return a function (name, tensor) -> True for adapter tensors, which are not streamed."""
     names = delta_tensors(model)
     return lambda name, tensor: name in names
 

@@ -1,4 +1,4 @@
-"""Builds the model of a run: applies `changes` on meta tensors, parallelizes, loads weights."""
+"""Builds the model of a run: applies the option `changes`, parallelizes and loads weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _load_and_change_(model: Model, start: Any, config: Any) -> None:
 
 
 def _stream_(model: Model, config: Any, world: World, start: Path | None) -> None:
-    """Stream the blocks' weights from host memory or disk, like the optimizer state."""
+    """Stream the blocks' weights from host memory or disk in training (`offload.weights`)."""
     if world.size > 1 or config.train.precision != "fp32":
         raise ConfigError(
             "offload.weights=True needs one process and precision=fp32, not "

@@ -116,7 +116,9 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {str(path)!r} is not valid TOML ({error}).") from error
+            raise ConfigError(
+                f"recipe {str(path)!r} is not valid TOML ({error}). Correct the file."
+            ) from error
     parts = {f.name for f in dataclasses.fields(CompressConfig)}
     inner = {name: values.pop(name) for name in list(values) if name in parts}
     values_given = {**values, "compress": inner, "model": model, "out": out}
@@ -308,7 +310,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
 
 
 def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return nested tables of default values, updated with `changes`."""
+    """Return `usual`, a nested dict of default values, updated with `changes`."""
     out = dict(usual)
     for name, value in changes.items():
         both = isinstance(value, dict) and isinstance(out.get(name), dict)
@@ -319,7 +321,7 @@ def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _change_at_once(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
 ) -> PhaseFacts:
-    """Apply a phase without training steps on one process; read and write model directories."""
+    """Compress the model in `source` on one process, without training; write it to `phase_dir`."""
     target = phase_dir / _EXPORT
 
     def make() -> None:

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of a model's floating-point weights, in which they are written again."""
+    """Return the dtype of a model's floating-point weights, in which the result is saved."""
     if is_gguf(directory):
         return torch.float32
     raw = read_config_file(directory)
@@ -213,9 +213,9 @@ def check_widths_after(source: Path, phases: Sequence[Phase]) -> None:
 
 
 def _shrink(model: Any, phase: Phase) -> str:
-    """Apply a phase's sizes to a model on the meta device.
+    """Apply the layer sizes and the quantization of a phase to a model on the meta device.
 
-    Return a note on sizes that are not yet known.
+    Return a note on sizes that only the phase itself determines; "" if there are none.
     """
     config = phase.config
     if config.structure is not None:

@@ -122,7 +122,7 @@ def read_calibration(
 
 
 def make_inputs(model: Any, rows: Tensor) -> dict[str, Tensor]:
-    """Return token sequences as keyword arguments of a model, with labels if it generates text."""
+    """Return token sequences as model arguments, with labels if the model generates text."""
     if model.traits.is_encoder_decoder:
         return {"input_ids": rows, "labels": rows}
     if model.traits.attention == "causal" and model.traits.can_generate:
@@ -205,8 +205,8 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
         world: all processes of the run.
 
     Raises:
-        ConfigError: there are several processes, the task's batches are not the model's arguments,
-            the loss uses the teacher's hidden states, or the teacher is unsuitable.
+        ConfigError: there are several processes, the task does not train on batches of model
+            inputs, the loss uses the teacher's hidden states, or the teacher is unsuitable.
     """
     phase: PhaseConfig = config.compress
     distill = phase.config.distill

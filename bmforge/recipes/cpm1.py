@@ -28,7 +28,7 @@ from bmforge.models.cpm1 import CPM1Config
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
 from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
-from bmforge.recipes.inputs.skipped_data import tell_left_out
+from bmforge.recipes.inputs.skipped_data import log_skipped
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import check_length
@@ -127,7 +127,7 @@ class _Texts:
         encoded = list(texts)
         self._texts = [(ids, read) for ids, read in encoded if len(ids) <= width]
         reason = f"longer than data.seq_len={width}"
-        tell_left_out([reason] * (len(encoded) - len(self._texts)), len(encoded), "texts")
+        log_skipped([reason] * (len(encoded) - len(self._texts)), len(encoded), "texts")
         # Padding follows the text, so it does not affect the text's causal attention.
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (width, 0),
@@ -229,9 +229,12 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}).") from error
+        raise DataError(f"{where} is not JSON ({error}). Correct or remove the line.") from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{where} is a JSON {type(parsed).__name__} (needed: an object).")
+        raise DataError(
+            f"{where} is a JSON {type(parsed).__name__} (needed: an object). Correct or remove the "
+            "line."
+        )
     return parsed
 
 

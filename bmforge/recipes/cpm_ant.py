@@ -78,8 +78,8 @@ def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> E
 
     Args:
         ids: token ids of the text with its BOS and EOS tokens; at least 2.
-        task: "mlm" masks random tokens except the first, "lm" the last tokens; their number is
-            uniformly distributed between 1 and all but the first token.
+        task: "mlm" masks random tokens except the first, "lm" masks the last tokens. The number
+            of masked tokens is uniformly distributed from 1 to ``len(ids) - 1``.
         seed: random seed of the masked positions.
 
     Returns:

@@ -19,7 +19,7 @@ from bmforge.models.eva import EVAConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.inputs.skipped_data import tell_left_out
+from bmforge.recipes.inputs.skipped_data import log_skipped
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import EVATokenizer
@@ -77,7 +77,7 @@ class _Dialogues:
             else:
                 self._pairs.append((join_history(history, end, blank, window), [*answer, end]))
         reason = f"with an answer longer than target_len={longest}"
-        tell_left_out([reason] * skipped, total, "dialogues")
+        log_skipped([reason] * skipped, total, "dialogues")
         self.columns: Mapping[str, tuple[int, int]] = {
             "input_ids": (window, config.model.pad_token_id),
             "attention_mask": (window, 0),

@@ -36,7 +36,7 @@ class OnPolicyDistillationConfig(RunConfig):
     The fields not described here are `RunConfig`'s.
 
     Args:
-        data: prompts.
+        data: files of prompts, their encoding, and batch sizes.
         teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
         jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
             forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric.

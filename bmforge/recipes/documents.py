@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.models.cpm_bee import CPMBeeConfig
 from bmforge.models.hub import find_model
 from bmforge.parallel import World
-from bmforge.recipes.inputs.skipped_data import is_much, tell_left_out
+from bmforge.recipes.inputs.skipped_data import is_much, log_skipped
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers.cpm_bee.batch import build_instance
 from bmforge.tokenizers.cpm_bee.document import TooLongError
@@ -75,7 +75,7 @@ class DocumentsConfig(RunConfig):
     """Config for training on documents; the other fields are those of `RunConfig`.
 
     Args:
-        data: the documents.
+        data: files of documents, their encoding, and batch sizes.
     """
 
     data: DocumentConfig = field(default_factory=DocumentConfig)
@@ -132,7 +132,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         parts,
         objective=rename_inputs({"input": "input_ids"}),
         save_tokenizer=tokenizer.save_pretrained,
-        close=lambda: tell_left_out(
+        close=lambda: log_skipped(
             mixture.skipped.values(),
             loader.state_dict()["samples"],
             "samples",
@@ -147,7 +147,7 @@ def _warn_early(mixture: TaskMixture) -> None:
     looked_at = min(_SURVEYED, mixture.samples_per_epoch)
     if is_much(len(problems), looked_at):
         what = "samples read before the run"
-        tell_left_out(problems.values(), looked_at, what, mixture.instances_of)
+        log_skipped(problems.values(), looked_at, what, mixture.instances_of)
 
 
 def _open_tokenizer(config: Any) -> CPMBeeTokenizer:
@@ -187,7 +187,7 @@ def _open_sources(paths: Iterable[str]) -> list[TaskSource]:
 def _fitting(
     source: TaskSource, tokenizer: CPMBeeTokenizer, config: DocumentConfig
 ) -> list[dict[str, Any]]:
-    """Return the usable held-out documents of a task, with the first transform applied.
+    """Return a task's held-out documents that can be encoded, after the task's first transform.
 
     Raises:
         DataError: a document cannot be encoded and `skip_bad` is off, or no document is left.
@@ -205,7 +205,7 @@ def _fitting(
             continue
         fitting.append(document)
     what = f"held-out documents of task {source.task!r}"
-    tell_left_out(left_out, len(source.documents), what)
+    log_skipped(left_out, len(source.documents), what)
     if not fitting:
         raise DataError(
             f"no validation document of task {source.task!r} can be used: all are invalid or "

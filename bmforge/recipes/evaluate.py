@@ -69,7 +69,7 @@ from bmforge.tune.delta import load_delta
 __all__ = ["EvaluateConfig", "evaluate_model"]
 
 _LONGEST = 2048
-Measure = Callable[[], dict[str, float]]
+Measure = Callable[[], dict[str, float]]  # evaluates the model; returns metrics by name
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _need_next_tokens(model: Model) -> None:
 
 
 def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Return a `Measure` of text files; every document is preceded by the BOS token."""
+    """Open text files, with BOS before every document; return a function that evaluates on them."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     _need_next_tokens(model)
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -249,7 +249,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
 
 
 def _open_prepared(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
-    """Return a `Measure` of a token store, with the sequence length used in training."""
+    """Open a token store, in sequences as in training; return a function that evaluates on it."""
     _need_next_tokens(subject.model)
     held_out = open_held_out(
         path, subject.seq_len, subject.model.config.vocab_size, str(subject.directory)
@@ -271,7 +271,7 @@ def _measure_text(
 
 
 def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
-    """Return a `Measure` of a task, with prompts in the format that the model expects."""
+    """Open a task, with prompts in the model's format; return a function that evaluates on it."""
     model, tokenizer = subject.model, _need_tokenizer(subject)
     data = _describe_task(name, subject, config)
     task = open_task(data)

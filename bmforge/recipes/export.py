@@ -73,7 +73,7 @@ def export_run(
         config: the run's config.
         save_tokenizer: function that writes tokenizer and template to a directory.
         special_ids: fields of the exported config.json, such as ``eos_token_id``; they are also
-            changed in generation_config.json if it has them. An adapter keeps the names of labels.
+            changed in generation_config.json if it has them. An adapter stores only label names.
         world: all processes; all of them call this function.
     """
     directory = config.run_dir / "export"
@@ -181,7 +181,8 @@ def describe_base(adapter: Path, base: str | None, attention: str) -> None:
     Args:
         adapter: adapter directory.
         base: directory or hub id of the base model; a directory is written as absolute path.
-        attention: ``traits.attention`` of the base model, which determines the task type.
+        attention: attention pattern of the base model (`Traits.attention`), which determines PEFT's
+            `task_type`.
     """
     file = adapter / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

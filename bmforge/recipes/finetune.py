@@ -64,7 +64,7 @@ class TaskTuneConfig(RunConfig):
     """Config for fine-tuning on a task; the other fields are those of `RunConfig`.
 
     Args:
-        data: the task.
+        data: task, its files, and batch sizes.
     """
 
     data: TaskDataConfig = field(default_factory=lambda: TaskDataConfig(seq_len=256))
@@ -160,7 +160,8 @@ def tune_task(config: Any) -> RunResult:
 def with_classes(config: Any) -> Any:
     """Check the data config, and set an encoder's number of outputs to the task's classes.
 
-    If the labels of user data are those of the initial model, they get the order of its outputs.
+    If user data has the labels of the initial model's classifier, the labels are sorted into the
+    order of the classifier's outputs.
     """
     config.data.check()
     if traits_of(config.model).attention != "bidirectional":
@@ -207,7 +208,14 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
 
 
 def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
-    """Load a task as `TrainingData` with `fields`; `form` encodes the examples."""
+    """Load a task as `TrainingData`.
+
+    Args:
+        form: class that encodes the examples for the model, such as `AskedClasses`.
+        config: the run's config.
+        rows: data-parallel rank and size of this process.
+        fields: further fields of `TrainingData`.
+    """
     check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)

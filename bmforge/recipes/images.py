@@ -19,8 +19,8 @@ from bmforge.recipes.inputs.examples import ExampleLoader, iter_held_out
 from bmforge.recipes.inputs.image_folder import (
     ImageConfig,
     ImageFolder,
-    lay_images,
     save_preprocessing,
+    stack_images,
 )
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.run_dir import check_new_run
@@ -34,7 +34,7 @@ class ImagesConfig(RunConfig):
     """Config for training on images; the other fields are those of `RunConfig`.
 
     Args:
-        data: the images.
+        data: image folders, preprocessing, and batch sizes.
     """
 
     data: ImageConfig = field(default_factory=ImageConfig)
@@ -74,7 +74,7 @@ def _open_data(config: Any, rows: World) -> TrainingData:
 
     def make(numbers: Sequence[int]) -> Batch:
         assert held_out is not None
-        return lay_images([held_out.make(n, ()) for n in numbers])
+        return stack_images([held_out.make(n, ()) for n in numbers])
 
     def figures(trained: Model, evaluation: EvalResult) -> Results:
         assert held_out is not None

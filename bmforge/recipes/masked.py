@@ -1,7 +1,7 @@
 """Pretraining of encoders by masked language modeling (BERT and its relatives).
 
 Of the predicted tokens 80 % are replaced by the mask token, 10 % by a random token, and 10 % are
-unchanged. They are sampled again in every epoch.
+unchanged. The predicted tokens are sampled again in every epoch.
 Source: Devlin et al., "BERT" (2019), section 3.1; without next-sentence prediction, as in Liu et
 al., "RoBERTa" (2019).
 """

@@ -56,7 +56,7 @@ def _find_problem(config: Any) -> str | None:
 
 
 def check_shared_width(config: Any, width: int) -> None:
-    """Raise `ConfigError` if sequences with both answers exceed the learned positions.
+    """Raise `ConfigError` if sequences with both answers exceed the model's maximum length.
 
     Args:
         config: config of the run.

@@ -128,7 +128,7 @@ def _find_tokenizer(corpus: Corpus, config: Any) -> Path | None:
 
 
 def _copy_tokenizer(source: Path | None, directory: Path) -> None:
-    """Copy a tokenizer to an export; of a model's directory, only the tokenizer files."""
+    """Copy a tokenizer to an export; from a model directory, copy only the tokenizer files."""
     if source is None:
         return
     if not (source / "config.json").is_file():

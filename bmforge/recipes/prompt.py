@@ -1,7 +1,7 @@
 """Few-shot prompt tuning: `prompt-classify` and `prompt-generate`.
 
 A template converts an example to text, and the model predicts the class or generates the answer at
-its mask. Template and label words are written to ``run_dir/prompt``, next to the export.
+the template's mask. Template and label words are written to ``run_dir/prompt``, next to the export.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PromptGenerateConfig(RunConfig):
     The other fields are those of `RunConfig`.
 
     Args:
-        data: the task.
+        data: task, its files, and batch sizes.
         template: file with one template per line (if None: the task's templates).
         template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
             is executed.
@@ -172,7 +172,7 @@ def train_texts(config: Any) -> RunResult:
 
 
 def _run_seeds(config: Any, open_data: Any) -> RunResult:
-    """Run once for every seed; write mean and standard deviation of the metrics."""
+    """Train once for every seed; write the mean and standard deviation of the metrics."""
     data = config.data
     data.check()
     check_new_run(config.run_dir if data.seeds == 1 else config.run_dir / f"seed-{data.seed}")
@@ -190,14 +190,14 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
         result = run_recipe(seed_config, open_data, head=head)
         if result.stopped:
             return result
-    places = [config.run_dir / f"seed-{data.seed + number}" for number in range(data.seeds)]
-    run_on_first(lambda: add_results(config.run_dir, _summarise(places)))
+    run_dirs = [config.run_dir / f"seed-{data.seed + number}" for number in range(data.seeds)]
+    run_on_first(lambda: add_results(config.run_dir, _summarize(run_dirs)))
     return result
 
 
-def _summarise(places: Sequence[Path]) -> Results:
-    """Return mean and standard deviation of the metrics of several runs."""
-    results = [json.loads((directory / "results.json").read_text("utf-8")) for directory in places]
+def _summarize(run_dirs: Sequence[Path]) -> Results:
+    """Return the mean and standard deviation of the metrics of several runs."""
+    results = [json.loads((run_dir / "results.json").read_text("utf-8")) for run_dir in run_dirs]
     summary: Results = {}
     for metric, values in results[0].items():
         rows = [result[metric]["model"] for result in results if "model" in values]
@@ -242,7 +242,7 @@ def _look(config: Any) -> tuple[BenchmarkTask, TaskExample]:
 
 
 def _read(config: Any) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
-    """Return a task, its few training examples, and its held-out examples."""
+    """Return a task, its few-shot training examples, and its held-out examples."""
     check_length(config)
     task, train, dev = read_examples(config.data)
     shots = config.data.shots

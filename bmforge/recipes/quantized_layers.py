@@ -55,7 +55,7 @@ def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[Layer
     Raises:
         DataError: the texts have no tokens.
 
-        Memory: the quantized model and one tensor of the original model.
+    Memory: the quantized model and one tensor of the original model.
     """
     plain, files = AutoModel.describe_pretrained(find_model(source), dtype=torch.float32)
     losses = _Losses(weight_reader(plain, files), {*persistent_tensors(plain)})

@@ -34,7 +34,7 @@ ReferenceDtype = Literal["int8", "int4"]
 
 
 def check_reference_copy(config: Any, is_copied: bool) -> None:
-    """Raise `ConfigError` for an option of the reference copy without effect or support.
+    """Raise `ConfigError` if an option of the reference copy has no effect or is not supported.
 
     Args:
         config: config of a run with ``reference_dtype`` and ``reference_offload``.
@@ -63,7 +63,7 @@ def check_reference_copy(config: Any, is_copied: bool) -> None:
 
 
 def open_reference_copy(config: Any, rows: World) -> Reference:
-    """Build a frozen copy of a run's initial model, on the layout of the policy.
+    """Build a frozen copy of a run's initial model, in the layout of the policy.
 
     Args:
         config: config of the run, with all defaults resolved.
@@ -84,7 +84,7 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
 
 
 def make_reference_copy(config: Any, rows: World, dtype: ReferenceDtype | None = None) -> nn.Module:
-    """Build a second model with the initial weights of a run, on the layout of the policy.
+    """Build a second model with the initial weights of a run, in the layout of the policy.
 
     Args:
         config: config of the run, with all defaults resolved.
@@ -102,7 +102,7 @@ def make_reference_copy(config: Any, rows: World, dtype: ReferenceDtype | None =
 
 
 def _build_quantized(config: Any, dtype: ReferenceDtype, world: World, mesh: Any) -> nn.Module:
-    """Build the copy: linear layers in `dtype`, others in the run's precision."""
+    """Build the copy: linear layers in `dtype`, other layers in the run's precision."""
     start = find_model(config.init_from)
     sizes = config.model.replace(raw=read_config_file(start))
     model = family_of(sizes).from_config(sizes, device="meta")

@@ -1,7 +1,7 @@
 """Registry of the tasks of `bmforge train`, and of the older recipe names.
 
-A task has one or several implementations (`Form`); the traits of the model's family select one. An
-older recipe name is a task with a default model and settings.
+A task has one or several implementations (`Form`); the properties of the model's family (`Traits`)
+select one. An older recipe name is a task with a default model and settings.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Form:
-    """One implementation of a task, for families with certain traits.
+    """One implementation of a task, for some of the model families.
 
     Args:
-        fits: function (traits of a family) -> True if the implementation supports the family.
+        fits: function (`Traits` of a family) -> True if the implementation supports the family.
         config: config class of the task, without `model`.
         run: function that runs the task.
     """
@@ -94,7 +94,7 @@ class Task:
 
     Args:
         about: description of the task.
-        forms: implementations; the first that fits a family is used.
+        forms: implementations; the first that supports the model's family is used.
         tunes: True if the task expects a pretrained model.
     """
 
@@ -126,17 +126,17 @@ class Recipe:
 
 
 def _writes(traits: Traits) -> bool:
-    """Return True if a family with these traits can learn to generate text after a prompt."""
+    """Return True if models of the family can learn to generate text after a prompt."""
     return traits.is_encoder_decoder or _continues(traits)
 
 
 def _continues(traits: Traits) -> bool:
-    """Return True if a family with these traits is a decoder, which continues a text."""
+    """Return True if models of the family are decoders, which continue a text."""
     return (traits.attention, traits.objective) == ("causal", "next token")
 
 
 def _goes_on(traits: Traits) -> bool:
-    """Return True if a family with these traits generates token by token."""
+    """Return True if models of the family generate token by token."""
     return _writes(traits) or traits.objective == "blanks"
 
 

@@ -174,10 +174,10 @@ def _open_steps(config: Any, rows: World) -> TrainingData:
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:
-    """Return a config dict with the padding token to export; empty without a usable token.
+    """Return the config field `pad_token_id` to export, None without a separate padding token.
 
-    transformers reads the reward at the last token that is not padding. The model is trained at the
-    EOS token, so the padding token must be another one.
+    transformers reads the reward at the last token that is not padding. In training the reward is
+    read at the EOS token, which therefore cannot be the padding token.
     """
     if tokenizer.pad_id is not None and tokenizer.pad_id != tokenizer.eos_id:
         return {"pad_token_id": tokenizer.pad_id}

@@ -82,7 +82,7 @@ def check_rollouts(config: Any) -> None:
 
 
 def _check_exact(config: Any, longest: int, limit: int | None) -> None:
-    """Raise `ConfigError` if the sampling kernels cannot score sequences of prompt and answer."""
+    """Raise `ConfigError` if the native kernels cannot compute `rollout.exact_logprobs`."""
     if config.adapter.kind is not None:
         raise ConfigError(
             "rollout.exact_logprobs=True is not supported with "
@@ -136,7 +136,7 @@ class RolloutRun:
         self._log: CompletionLog | None = None
 
     def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
-        """Create the loader of the run; the reward functions are closed with the run."""
+        """Create the loader of the run; the reward functions are closed when the run ends."""
         config, rows, world = self._config, self._rows, init_distributed()
         self._rewards = rewards
         decode = make_decoder(self.tokenizer, self._stops)

@@ -96,8 +96,8 @@ def open_turns(
     )
 
 
-class _EveryName(dict[str, Any]):
-    """Schemas of the functions, in which every other name has an empty schema."""
+class _AllNames(dict[str, Any]):
+    """Dict of function schemas that contains every name; unknown functions have no schema."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -111,8 +111,9 @@ def find_calls(
 ) -> tuple[str, list[FunctionCall]]:
     """Return the text before the function calls of a turn, and the calls.
 
-    Between the delimiters of a format, calls of unknown functions are included, and text that is
-    not a call is a call without a name. In a format without delimiters, such text is an answer.
+    If the format has delimiters, calls of unknown functions are returned too, and text between
+    delimiters that cannot be parsed becomes a call without a name. If the format has no delimiters,
+    text that cannot be parsed, or that calls an unknown function, is an ordinary answer.
 
     Args:
         form: format of the calls.
@@ -128,7 +129,7 @@ def find_calls(
     calls: list[FunctionCall] = []
     for part in parts:
         inner = part.split(form.close)[0] if form.close else part
-        parsed = form.parse(inner.strip(), _EveryName(schemas)) or []
+        parsed = form.parse(inner.strip(), _AllNames(schemas)) or []
         calls += [_read_call(call) for call in parsed] or [FunctionCall("", None)]
     return content.strip(), calls
 

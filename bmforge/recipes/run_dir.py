@@ -123,7 +123,7 @@ def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator
 
 
 def _log_undo(run_dir: Path) -> Callable[[], None]:
-    """Return a function that removes new log lines unless `claim_run_dir` was called since."""
+    """Return a function that removes the new log lines if the run never claimed the directory."""
     record, log = run_dir / _FILE, run_dir / _LOG
     written, size = _write_stamp(record), log.stat().st_size if log.exists() else 0
 
@@ -139,7 +139,7 @@ def _log_undo(run_dir: Path) -> Callable[[], None]:
 
 
 def _write_stamp(file: Path) -> tuple[int, int] | None:
-    """Return values that change whenever a file is replaced or touched; None if there is none."""
+    """Return a value that changes when a file is replaced or touched; None without the file."""
     if not file.exists():
         return None
     status = file.stat()

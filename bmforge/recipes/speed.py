@@ -83,7 +83,7 @@ def _time_once(engine: Engine) -> tuple[float, float]:
 
 
 def with_speed(report: CompressReport, source: Path) -> CompressReport:
-    """Add the measured speed after each phase to a report."""
+    """Measure the original model `source` and each phase's model; add the speeds to a report."""
     first, *others = measure_speeds(source, [Path(phase.directory) for phase in report.phases])
     phases = tuple(
         dataclasses.replace(phase, speed=speed)

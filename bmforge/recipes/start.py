@@ -104,7 +104,7 @@ def _start_from(name: str) -> Start:
 
 
 def traits_of(config: ModelConfig) -> Traits:
-    """Return the traits of a model with this config."""
+    """Return the `Traits` (attention pattern, objective, ...) of a model with this config."""
     return family_of(config).family_traits.of(config)
 
 
@@ -152,19 +152,22 @@ def read_changes(option: str) -> tuple[Change, ...]:
             text = Path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--changes {option!r} is neither JSON nor a readable file ({error})."
+                f"--changes {option!r} is neither JSON nor a readable file ({error}). "
+                "Check the path."
             ) from error
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--changes {option!r} is not valid JSON: {error}.") from error
+        raise ConfigError(
+            f"--changes {option!r} is not valid JSON: {error}. Correct the JSON."
+        ) from error
     return tuple(
         Change.from_json(entry) for entry in (parsed if isinstance(parsed, list) else [parsed])
     )
 
 
 def record_given(config: Any, file: str | Path | None, options: Sequence[str]) -> Any:
-    """Record in a config which fields of `model` its file and its options set.
+    """Set `model_changes` of a config to the `model` fields that a file and options set.
 
     Args:
         config: a `RunConfig` that was read from the file and the options.

@@ -167,7 +167,7 @@ class AskedTexts:
 
 
 def _find_wording(task: BenchmarkTask, example: TaskExample) -> Wording:
-    """Return a task's wording (prompt templates); raise an error if it has no options."""
+    """Return a task's prompt templates; raise `ConfigError` if it has no answer options."""
     wording = word_task(task, example)
     if not wording.options(example):
         raise ConfigError(

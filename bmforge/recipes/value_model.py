@@ -31,7 +31,7 @@ def check_value(config: Any, policy: Policy) -> None:
 
     Args:
         config: config of a reinforcement-learning run.
-        policy: loss of the run.
+        policy: settings of the policy loss.
     """
     config.value.check(policy.advantage == "gae")
     if policy.advantage != "gae":

@@ -8,8 +8,8 @@ from typing import TypeVar
 __all__ = ["CAPABILITIES", "ROOMS", "capability", "find_capabilities"]
 
 # Package -> capabilities, in the order of the page's tables and columns. A new column needs a name
-# in this table and a marked test in a suite. "changed: " means a model with all three kinds of
-# changes of `nn`.
+# in this table and a marked test in a suite. "changed: " means a model with resized layers, LoRA
+# modules and int8 weights.
 ROOMS: dict[str, tuple[str, ...]] = {
     "nn": ("low-rank", "int8", "int4", "resize"),
     "models": (

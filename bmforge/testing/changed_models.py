@@ -189,7 +189,7 @@ def _zero_removed_heads_(weight: Tensor, new: Any, old: Any) -> None:
 
 
 def _rescale_(weight: Tensor, new: float, old: float) -> None:
-    """Compensate for a scale that depends on the model's width (Tensor Programs)."""
+    """Multiply a weight by new / old, to compensate for a scale that depends on a width (muP)."""
     weight *= new / old
 
 

@@ -44,9 +44,9 @@ class DecoderOwnSuite:
 
 
 class DecoderSuite(DecoderOwnSuite, ModelSuite):
-    """Comparison of a decoder with transformers, for every case.
+    """Tests that compare a decoder with transformers, for each config in `cases`.
 
-    `long_length` is the sequence length of the comparison; for a case with scaled rotary
+    `long_length` is the sequence length of the comparison; for a config with scaled rotary
     embeddings it exceeds the original context length.
     """
 
@@ -90,11 +90,11 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
         assert all(p.grad.isfinite().all() for p in twin.ours.parameters())
 
     def test_cached_decode_of_every_case(self, twin: Twin) -> None:
-        """Decoding step by step gives the same logits as a single forward pass, for every case."""
+        """Cached decoding gives the logits of a single forward pass, for each config in `cases`."""
         check_cached_decode(twin.ours)
 
     def test_packed_documents_of_every_case(self, twin: Twin) -> None:
-        """Packed documents give the same logits as each document alone, for every case."""
+        """Packed documents give the logits of each document alone, for each config in `cases`."""
         check_packed_documents(twin.ours)
 
     @capability("generate")

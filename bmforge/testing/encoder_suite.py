@@ -16,7 +16,7 @@ __all__ = ["EncoderSuite"]
 
 
 class EncoderSuite(ModelSuite):
-    """Comparison of a bidirectional text encoder with transformers, for every case."""
+    """Tests that compare a text encoder with transformers, for each config in `cases`."""
 
     not_applicable: ClassVar[dict[str, str]] = {
         "generate": "does not generate text",

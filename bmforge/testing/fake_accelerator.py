@@ -172,7 +172,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on a thread without the active mode, such as autograd's."""
+        """Run an operation on a thread without `FakeAccelerator`'s mode, such as autograd's."""
         tensors = tree_leaves((args, kwargs))
         accelerator = next(t.accelerator for t in tensors if isinstance(t, DeviceTensor))
         return accelerator.run(func, args, kwargs or {})

@@ -91,7 +91,7 @@ class FamilySuite(
         assert type(tiny.config).__name__ in repr(tiny.config)
 
     def test_dtypes(self, tiny: Model) -> None:
-        """Half-precision models keep tied weights and are close to fp32."""
+        """Outputs in half precision are close to those in fp32, and tied weights stay tied."""
         inputs = self.make_inputs(tiny)
         exact = _tensors(tiny(**inputs))
         for dtype in (torch.bfloat16, torch.float16):
@@ -201,7 +201,7 @@ class FamilySuite(
 
     @pytest.mark.long
     def test_three_axes(self, tiny: Model) -> None:
-        """ZeRO with two other axes on eight processes gives the same results as one process."""
+        """Three kinds of parallelism on eight processes give the same results as one process."""
         self.check_layout(tiny, world=8, layout=Layout(tp=2, pp=2), micro_batches=2)
         self.check_layout(tiny, world=8, layout=Layout(tp=2, cp=2, zero=2))
 

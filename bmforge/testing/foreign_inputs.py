@@ -1,7 +1,7 @@
 """Example inputs of small transformers models with any head but a causal language model's.
 
-Models of transformers take images and sound in different forms. The forms are tried in turn: the
-first that a model accepts, and that its logits depend on, is the model's form.
+Models of transformers take images and sound in different input formats. `find_example` tries the
+formats in turn, and uses the first that the model accepts and that affects its logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACEHOLDERS = (
 
 
 class NoExampleError(ValueError):
-    """A model accepts none of the input forms."""
+    """Raised if a model accepts none of the input formats."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Example:
 
 
 def find_example(plain: Any, head: str) -> Example:
-    """Return an input that a plain transformers model accepts, with an image or sound if it can.
+    """Return an input for a transformers model, with an image or sound if the model accepts it.
 
     Args:
         plain: small model, in eval mode.
         head: key of `library.AUTO_CLASSES`.
 
     Raises:
-        NoExampleError: the model accepts none of the forms.
+        NoExampleError: the model accepts none of the input formats.
     """
     reasons = []
     names, _ = accepted_arguments(plain)
     for modality, form in _forms(plain.config, head):
         if not names.issuperset(form):
             continue
-        if "input_ids" in names and "attention_mask" in form:  # that of the text
+        if "input_ids" in names and "attention_mask" in form:  # the mask is that of the text
             continue
         for count in _placeholder_counts(plain, modality, form):
             inputs = {**_text_inputs(plain, head, count, names), **form}
@@ -77,7 +77,8 @@ def find_example(plain: Any, head: str) -> Example:
             if not problem:
                 return Example(inputs, modality)
             reasons.append(problem)
-    # Errors in the code of transformers come first, as other errors may be those of wrong forms.
+    # Errors in the code of transformers come first, as other errors may only mean
+    # that the input format is wrong.
     reasons.sort(key=lambda reason: not reason.startswith(("AttributeError", _NO_LOSS)))
     raise NoExampleError(
         f"no input form fits a {type(plain).__name__}: {next(iter(reasons), 'it reads none')}"
@@ -85,7 +86,11 @@ def find_example(plain: Any, head: str) -> Example:
 
 
 def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]) -> str:
-    """Return "" if a model uses `form`, for each row alone, and has a loss; else the problem."""
+    """Return the reason why a model cannot be tested with these inputs; "" if there is none.
+
+    The model must return a loss, its logits must depend on the tensors of `form`, and the logits of
+    a row must not depend on other rows.
+    """
     out = plain(**inputs)
     floats = {name: torch.zeros_like(t) for name, t in form.items() if t.is_floating_point()}
     if out.loss is None:
@@ -101,7 +106,7 @@ def _find_problem(plain: Any, inputs: dict[str, Tensor], form: dict[str, Tensor]
 
 
 def _text_inputs(plain: Any, head: str, count: int, names: frozenset[str]) -> dict[str, Tensor]:
-    """Return token ids with `count` placeholders of the image or sound in each row, and labels."""
+    """Return labels, and token ids with `count` image or audio placeholders per sequence."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 150, (_ROWS, _TEXT + count), generator=generator)
     ids[:, -1] = 2  # the end of a text, whose state some classifiers read
@@ -152,7 +157,7 @@ def _placeholder(config: Any) -> int | None:
 
 
 def _placeholder_counts(plain: Any, modality: str, form: dict[str, Tensor]) -> Iterator[int]:
-    """Yield the numbers of placeholders per row to try: those of the features, or up to 64."""
+    """Yield the numbers of placeholders to try: that of the features if known, else 0 to 64."""
     if modality == "text" or _placeholder(plain.config) is None:
         yield 0
         return
@@ -161,7 +166,7 @@ def _placeholder_counts(plain: Any, modality: str, form: dict[str, Tensor]) -> I
 
 
 def _count_features(plain: Any, modality: str, form: dict[str, Tensor]) -> int | None:
-    """Return the number of features per row; None if the model does not compute them alone."""
+    """Return the number of image or audio features per row; None if they cannot be computed."""
     read = getattr(plain, f"get_{modality}_features", None)
     if read is None:
         return None
@@ -180,7 +185,7 @@ def _count_features(plain: Any, modality: str, form: dict[str, Tensor]) -> int |
 
 
 def _forms(config: Any, head: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the forms of input to try, as (modality, arguments besides tokens)."""
+    """Yield the input formats to try, as (modality, arguments other than token ids)."""
     torch.manual_seed(0)
     if head == "image_text_to_text":
         yield from (("image", form) for form in _image_forms(config))
@@ -246,7 +251,7 @@ def _sound_forms(config: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _field(config: Any, name: str, default: int) -> int:
-    """Return an integer field of a config or of a part of it; of a list, the first entry."""
+    """Return an integer field of a config or nested config; the first entry if it is a list."""
     parts = [v for v in vars(config).values() if hasattr(v, "to_dict")]
     value = getattr(config, name, None) if not parts else None
     for part in parts:

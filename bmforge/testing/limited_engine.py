@@ -201,7 +201,7 @@ def _main(
 
 
 def _answer_requests(engine: Engine, tokens: int, count: int) -> None:
-    """Send concurrent requests of maximum length: sampled, half of them with prompt scores."""
+    """Send concurrent sampling requests of maximum length, half of them with `prompt_logprobs`."""
     generator = torch.Generator().manual_seed(0)
     size = count, tokens - 4
     prompts = torch.randint(1, engine.model.config.vocab_size, size, generator=generator)

@@ -42,12 +42,12 @@ _COMPARED = (
 
 
 class ModelSuite(FamilySuite):
-    """Comparison of a family with transformers, for every case and every head.
+    """Tests that compare a family with transformers, for each config in `cases` and each head.
 
     Attributes:
         hf_class: transformers' class for the family's first head.
         cases: dict from name to fields of a tiny config.
-        hf_heads: dict from each other head to transformers' class.
+        hf_heads: dict from each further head of the family to transformers' class.
     """
 
     hf_class: ClassVar[Any]
@@ -55,7 +55,7 @@ class ModelSuite(FamilySuite):
     hf_heads: ClassVar[dict[str, Any]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize a test by case or head if it has such an argument."""
+        """Parametrize a test by the names in `cases`, or by head, if it has the argument."""
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", list(self.cases), scope="class")
         if "head" in metafunc.fixturenames:
@@ -64,12 +64,12 @@ class ModelSuite(FamilySuite):
     @pytest.fixture(scope="class")
     @classmethod
     def twin(cls, case: str, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-        """Fixture: the transformers model and the bmforge model of a case."""
+        """Fixture: the transformers model and the bmforge model of a config in `cases`."""
         directory = tmp_path_factory.mktemp(case)
         return make_twin(cls.model_class, cls.hf_class, cls.cases[case], directory)
 
     def tiny_config(self) -> ModelConfig:
-        """Return the first case's config."""
+        """Return the first config in `cases`."""
         first = next(iter(self.cases.values()))
         raw = self.hf_class.config_class(**first).to_dict()
         return self.model_class.config_class.from_hf(raw)

@@ -51,7 +51,7 @@ class QuantizedSuite(ChangedSuite):
     @pytest.mark.parametrize("scheme", ["int4", "int8"])
     @capability("int4")
     def test_packed_equals_dequantized(self, wide: Model, scheme: str) -> None:
-        """Loss and gradients equal the dequantized model's (about, with int8 activations)."""
+        """Loss and gradients equal those of dequantized weights, up to int8 activation rounding."""
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
         model: Any = quantize_(copy.deepcopy(plain), spec)

@@ -19,7 +19,7 @@ __all__ = ["Seq2SeqSuite"]
 
 
 class Seq2SeqSuite(ModelSuite):
-    """Comparison of an encoder-decoder with transformers, for every case."""
+    """Tests that compare an encoder-decoder with transformers, for each config in `cases`."""
 
     def make_inputs(self, model: Model, batch: int = 2, seed: int = 1) -> Batch:
         """Return decoder inputs and source ids; the first source is padded on the right."""

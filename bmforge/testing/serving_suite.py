@@ -30,7 +30,7 @@ class ServingSuite(SuiteBase):
     @capability("serve")
     @pytest.mark.long
     def test_serves_many(self, tiny: Model) -> None:
-        """Concurrent requests of any length get the same answers or embeddings as alone."""
+        """Concurrent requests of any length get the same results as single requests."""
         rows = EngineConfig(max_rows=4)
         with Engine(tiny, config=rows, tokenizer=self.serving_tokenizer()) as engine:
             if tiny.traits.can_generate:
@@ -59,7 +59,7 @@ class ServingSuite(SuiteBase):
                 assert_equal_trees(got, want)
 
     def answer_with(self, engine: Engine, choices: Sequence[Any]) -> list[Any]:
-        """Return the answers to the prompts for each selection of adapters, all running at once."""
+        """Return the answers to concurrent requests: all prompts for each selection of adapters."""
         prompts = self.serving_prompts(engine.model)[1:4]
         config = GenerationConfig(max_new_tokens=_NEW, eos_token_id=())
         handles = [

@@ -21,7 +21,7 @@ _SIZES = ("hidden_size", "intermediate_size", "expert_size", "shared_size", "emb
 
 
 class SuiteBase:
-    """Small models of a family and their inputs, as the tests of all suites need them.
+    """Small models of a model family and their inputs, used by all test suites.
 
     Attributes:
         model_class: the family.

@@ -117,7 +117,7 @@ class BestEvaluation:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers."""
+        """Return the state as a dict of JSON values."""
         loss = self._loss if self._step else None  # JSON cannot represent infinity
         return {"loss": loss, "step": self._step, "misses": self._misses}
 

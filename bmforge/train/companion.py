@@ -28,7 +28,7 @@ class Companion(Protocol):
     optimizers: Sequence[Optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizers, as numbers."""
+        """Return the state other than that of model and optimizers, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the state returned by `state_dict`."""

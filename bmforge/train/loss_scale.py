@@ -79,7 +79,7 @@ class PatientScaler(LossScaler):
             self._patience = self._hysteresis
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as numbers."""
+        """Return the state as a dict of numbers."""
         return {**super().state_dict(), "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -97,7 +97,7 @@ class LossScaler:
             self._sound_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state as numbers."""
+        """Return the state as a dict of numbers."""
         return {"scale": self.current_scale, "sound_steps": self._sound_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

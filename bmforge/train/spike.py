@@ -93,7 +93,7 @@ class SpikeGuard:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers and one list."""
+        """Return the state as a dict of numbers and one list."""
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self.consecutive_skips,

@@ -362,7 +362,7 @@ class Trainer:
             bar.log(text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state without model and optimizer, as numbers equal on all processes."""
+        """Return all state except model and optimizer, as JSON values equal on all processes."""
         return {
             "seed": self.config.seed,
             "optim": self.config.optim.to_record(),

@@ -12,7 +12,7 @@ from masked_models import has_kind, mostly_long, run, stir
 from tiny_models import TINY, make_inputs
 from torch import Tensor
 
-from bmforge.compress.prune.binarize import binarise
+from bmforge.compress.prune.binarize import binarize
 from bmforge.compress.prune.costs import count_costs
 from bmforge.compress.prune.gates import (
     Gates,
@@ -217,7 +217,7 @@ def test_the_least_likely_go_until_the_target_is_met(multiple: int) -> None:
         if masks[key].sum() > len(group):
             masks[key][group] = 0
     want = {key: tuple(mask.nonzero().flatten().tolist()) for key, mask in masks.items()}
-    assert binarise(model, config, costs, likely) == want
+    assert binarize(model, config, costs, likely) == want
     assert any(len(numbers) < len(likely[key]) for key, numbers in want.items())
 
 

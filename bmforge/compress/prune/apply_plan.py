@@ -183,7 +183,7 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return a copy of `part` with its heads, and their lists of dims, in the order of `heads`."""
+    """Return a layer's kept indices with the heads, and their dims, in the order of `heads`."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
@@ -289,7 +289,10 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
 
 
 def _fold_beside(old: Any, new: Any, name: str) -> float:
-    """Return the factor on an embedding or the final norm that keeps the outputs unchanged."""
+    """Return the factor on an embedding or the final norm that compensates for changed scales.
+
+    In some families the scales of embeddings and logits depend on the hidden size.
+    """
     scales = [
         (getattr(m.spec, "embed_scale", 1.0), getattr(m.spec, "head_scale", 1.0))
         for m in (old, new)

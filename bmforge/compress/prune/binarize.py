@@ -23,7 +23,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn import AttentionSpec, Block
 from bmforge.surgery import match_glob
 
-__all__ = ["Chosen", "binarise", "open_units", "plan_of_units"]
+__all__ = ["Chosen", "binarize", "open_units", "plan_of_units"]
 
 # (block, kind) -> indices of the kept units
 Chosen = dict[tuple[str, str], tuple[int, ...]]
@@ -97,7 +97,7 @@ def _rope(model: Any) -> Any:
     return getattr(model.spec, "rope", None)
 
 
-def binarise(
+def binarize(
     model: Any, config: StructureConfig, costs: Costs, likely: Mapping[tuple[str, str], Tensor]
 ) -> Chosen:
     """Prune the units with the lowest gate probability until the target is met.
@@ -164,7 +164,7 @@ def _best_of_each(value: Tensor, count: int, groups: int) -> tuple[int, ...]:
 def _steps(
     model: Any, likely: Mapping[tuple[str, str], Tensor], config: StructureConfig
 ) -> list[tuple[float, tuple[str, str], list[int]]]:
-    """Return (mean probability, key, indices) of each set of units that is pruned at once."""
+    """Return (mean probability, (block, kind), indices) of each set of units pruned together."""
     steps = []
     for (name, kind), value in likely.items():
         if kind == "dims":

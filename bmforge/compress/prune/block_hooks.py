@@ -16,7 +16,8 @@ from bmforge.surgery import unwrap_forward_, wrap_forward_, wrappers_of
 __all__ = ["Blend", "Scale", "blend_part_", "restore_", "scale_input_", "scale_output_"]
 
 Scale = Callable[[Tensor], Tensor]
-# (hidden states before a sublayer or block, those after it) -> those to continue with
+# Function (hidden states before, hidden states after a sublayer or block) -> hidden states that
+# the model uses from then on.
 Blend = Callable[[Tensor, Tensor], Tensor]
 
 

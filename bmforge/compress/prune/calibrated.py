@@ -83,8 +83,8 @@ class _Prune:
     def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
         """Return a column with its pruned weights set to 0; see `columns.Settler`.
 
-        The weights with the smallest (weight / root)^2 are pruned, with the column's root in
-        `roots`.
+        The weights with the smallest (weight / root)^2 are pruned, where root is the entry of
+        `roots` for the weight's column.
         """
         if self.config.pattern == "2:4":
             if offset % 4 == 0:

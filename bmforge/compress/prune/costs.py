@@ -72,8 +72,8 @@ class Costs:
 
     Args:
         blocks: dict from block name to the costs of the block's "attn" and "mlp".
-        bare: costs at hidden size 0; costs in between are interpolated linearly. Empty if the
-            hidden size is not pruned.
+        bare: costs at hidden size 0, like `blocks`; the cost at a hidden size between 0 and `width`
+            is interpolated linearly. Empty if the hidden size is not pruned.
         width: hidden size.
     """
 
@@ -173,7 +173,8 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
     Args:
         block: block of any family.
         width: hidden size.
-        wide: names of tensors to exclude, because the hidden size is 0.
+        wide: names of tensors that are not counted: (), or at hidden size 0 the tensors with a dim
+            of the hidden size.
     """
     spec, halves = block.spec, {}
     count_of = partial(_numel, block, wide)
@@ -230,7 +231,7 @@ def _head_units(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _head_parameters(spec: AttentionSpec, width: int) -> float:
-    """Return the number of parameters of a query head, including its part of keys and values."""
+    """Return the parameters per query head, including its share of the KV head's parameters."""
     bias = int(spec.qkv_bias)
     shared = 2 * (width + bias) / heads_per_group(spec)
     return spec.head_dim * (2 * width + bias + shared)

@@ -177,7 +177,7 @@ def _whole(delta: Tensor) -> Tensor:
 
 
 def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
-    """Set every gate to 1 for the chosen units and to 0 for the others; gates are then frozen."""
+    """Set gates to 1 for the chosen units and to 0 for all other units, and freeze them."""
     for key, gate in gates.items():
         mask = torch.zeros(gate.units)
         mask[list(chosen[key])] = 1.0

@@ -34,7 +34,7 @@ def attach_hidden_gate_(model: Any, gate: HiddenWidth) -> None:
     """
     places = _find_modules(model)
     for norm in places.norms.values():
-        wrap_forward_(norm, partial(_count_open, gate, norm), "width")
+        wrap_forward_(norm, partial(_normalize_open, gate, norm), "width")
     for module in places.writers.values():
         scale_output_(module, gate)
     if places.has_others:
@@ -103,10 +103,10 @@ def _writes(module: nn.Module, dims: list[int]) -> bool:
     return (1 if isinstance(module, nn.Embedding) else 0) in dims
 
 
-def _count_open(
+def _normalize_open(
     gate: HiddenWidth, norm: Any, inner: Callable[[Tensor], Tensor], /, x: Tensor
 ) -> Tensor:
-    """Normalize over the open features only; closed features stay 0."""
+    """Forward wrapper of a norm: use only the open features; closed features stay 0."""
     values = gate().to(x.dtype)
     count = values.sum().clamp(min=1.0)
     wider = (x.shape[-1] / count).sqrt()

@@ -115,7 +115,7 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
 def _without_half(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the names of the blocks that lose `half`: all but the `count` best in every stack."""
+    """Return the blocks that lose their "attn" or "mlp": all but the `count` best of each stack."""
     removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         candidates = [
@@ -134,7 +134,7 @@ def _without_half(
 
 
 def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Scores:
-    """Return scores in which layers that share a per-head position bias have common head scores."""
+    """Return common head scores for layers that share a position bias: sums over the layers."""
     shared: Scores = {}
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         owner = model.get_submodule(stack.rpartition(".")[0])

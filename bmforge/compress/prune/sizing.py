@@ -265,7 +265,7 @@ def _check_block(new: Block, old: Block, want: LayerSizes, name: str) -> None:
 
 
 def _with_sizes_of(new: Any, old: Any) -> Any:
-    """Return a copy of the old spec with the sizes and scales of the new one."""
+    """Return a copy of a block's old spec with the sizes and scales of its new spec."""
     names = (*_HEADS, *_FEED, "in_scale", "out_scale")
     field_names = {item.name for item in dataclasses.fields(old)}
     return replace(old, **{name: getattr(new, name) for name in names if name in field_names})

@@ -101,7 +101,7 @@ def _attention_rows(
 
 
 def _expert_picks(part: Kept) -> dict[str, Picks]:
-    """Return the selected indices of stacked experts and their router."""
+    """Return a dict from the name of each MoE tensor to the kept experts and features."""
     first: Picks = [] if part.experts is None else [(0, torch.tensor(part.experts))]
     inside = None if part.features is None else torch.tensor(part.features)
     per_expert = ("router.weight", "router.bias", "router.choice_bias", "down_bias")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
-from bmforge.compress.prune.binarize import Chosen, binarise, open_units, plan_of_units
+from bmforge.compress.prune.binarize import Chosen, binarize, open_units, plan_of_units
 from bmforge.compress.prune.costs import Costs, Half
 from bmforge.compress.prune.gates import (
     Gates,
@@ -87,7 +87,7 @@ class StructureMethod(MethodBase):
         """Check that the target can be reached, and start training the attached gates."""
         everything = {key: torch.ones(gate.units) for key, gate in self.gates.items()}
         try:  # report an unreachable target before training
-            binarise(model, self.config, self.costs, everything)
+            binarize(model, self.config, self.costs, everything)
         except ConfigError:
             detach_gates_(model)
             raise
@@ -173,7 +173,7 @@ class StructureMethod(MethodBase):
         self._shift_()
         likely = {key: value.cpu() for key, value in densities(self.gates).items()}
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
-        chosen = binarise(model, self.config, self.costs, likely)
+        chosen = binarize(model, self.config, self.costs, likely)
         self.plan = self._plan(model, chosen)
         masks_of(chosen, self.gates)
 

@@ -100,7 +100,7 @@ class Zeros(MethodBase):
         self._is_late = is_now and not is_real
 
     def _see_zeros_(self, model: nn.Module, parameter_ids: set[int]) -> None:
-        """Make every module with one of these parameters use `keep_zeros`, including tied ones."""
+        """Make every module with one of these parameters, also a tied one, use `keep_zeros`."""
         for module in model.modules():
             keys = [key for key, p in module._parameters.items() if id(p) in parameter_ids]
             if keys and all(order_key != _PLACE for order_key, _ in wrappers_of(module)):

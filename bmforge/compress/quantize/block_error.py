@@ -33,12 +33,13 @@ def block_errors(
 ) -> list[float]:
     """Return the squared error of the block's output for each candidate of a fold's scales.
 
-    The targets' columns are multiplied by the scales and rounded; their inputs are divided by the
-    scales and, if the scheme quantizes activations, rounded too. The block is unchanged afterwards.
+    The columns of the matrices are multiplied by the scales and rounded; their inputs are divided
+    by the scales and, if the scheme quantizes activations, rounded too. The block is unchanged
+    afterwards.
 
     Args:
         run: block with its calibration inputs.
-        fold: matrices that share an input.
+        fold: possible fold of the block, whose `targets` are matrices that share an input.
         specs: dict from module name to scheme.
         candidates: scales, (columns,) each.
     """

@@ -194,8 +194,8 @@ def _best_scales(
 def _bound(scales: Tensor, is_dead: Tensor) -> Tensor:
     """Divide scales by their median and clamp them to 1/8 to 8; dead channels get scale 1.
 
-    Without the division, dead channels could be much smaller or larger than the others of their
-    group; a common factor has no other effect. Without the clamp, a channel with very small
+    Without the division, dead channels could be much smaller or larger than the other channels of
+    their group; a common factor has no other effect. Without the clamp, a channel with very small
     calibration inputs would be scaled to almost nothing.
     """
     if bool(is_dead.all()):

@@ -261,7 +261,7 @@ class PackedConversations:
         return len(self._rows)
 
     def make(self, index: int, seed: tuple[int | str, ...]) -> Example:
-        """Return the packed sequence at `index`, whose padding is a separate document."""
+        """Return the packed sequence at `index`; the padding counts as one more document."""
         texts = [self._texts[number] for number in self._rows[index]]
         row = {
             "input_ids": [id for text in texts for id in text.ids],

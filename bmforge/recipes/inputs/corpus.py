@@ -55,7 +55,8 @@ class CorpusConfig:
             several are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`,
             select documents.
         where: conditions on the documents of all paths, including held-out ones: source, language,
-            license (with * and commas), date, quality; such as language=zh or quality>=0.5.
+            license (a list with commas; * is a wildcard), date, quality; such as language=zh or
+            quality>=0.5.
         weights: sampling weight of each path (if empty: equal weights).
         seq_len: sequence length in tokens.
         global_batch_size: sequences per optimizer step over all processes.

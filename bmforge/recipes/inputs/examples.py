@@ -101,8 +101,9 @@ class ExampleSource(Protocol):
 class ExampleLoader:
     """Endless iterator over optimizer steps; an item is a list of this rank's micro-batches.
 
-    The examples of a step are ordered by micro-batch, then rank. Beyond the global batch size,
-    padding examples without labels are added, so that all ranks have the same shapes.
+    The examples of a step are ordered by micro-batch, then rank. If the global batch size is not a
+    multiple of the micro-batches of all ranks, padding examples without labels fill the last ones,
+    so that all ranks have the same shapes.
 
     Args:
         source: the examples; each is used once per epoch.
@@ -218,7 +219,15 @@ def open_examples(
     rows: World,
     **fields: Any,
 ) -> TrainingData:
-    """Build the `TrainingData` of a run from example sources; `fields` are its other fields."""
+    """Build the `TrainingData` of a run from example sources.
+
+    Args:
+        source: training examples.
+        held_out: examples for evaluation; None if the run has none.
+        config: sizes and seed.
+        rows: data-parallel rank and size of this process.
+        fields: further fields of `TrainingData`, such as `save_tokenizer`.
+    """
     parts = {}
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
@@ -236,16 +245,20 @@ def _unlabel(example: Example) -> Example:
 
 
 def _collate(rows: Sequence[Example], source: ExampleSource) -> Batch:
-    """Collate examples with the `collate` method of their source, or else of this module."""
+    """Collate examples with their source's `collate`, or if it has none, with this module's."""
     own = getattr(source, "collate", None)
     return collate(rows, source.columns) if own is None else own(rows)
 
 
 def collate(rows: Sequence[Example], columns: Mapping[str, tuple[int, int]]) -> Batch:
-    """Stack examples into a batch of tensors, padded at the end.
+    """Stack examples into a batch of tensors, padded on the right.
+
+    Args:
+        rows: B examples.
+        columns: dict from tensor name to (width, padding value).
 
     Shape:
-        every tensor (B, its width), int64
+        every tensor: (B, width), int64
     """
     batch = {}
     for name, (width, filling) in columns.items():

@@ -132,9 +132,15 @@ def _append(
     width: int,
     is_ids: bool = False,
 ) -> Tensor:
-    """Append the later tokens of each sequence after its first `lengths` values.
+    """Replace the padding of each sequence with the tokens after its images, and pad again.
 
-    For a tensor other than the token ids, the last value is repeated, as in generation.
+    Args:
+        table: one of the processor's tensors, for the text up to the first answer.
+        lengths: length of each sequence without padding.
+        tails: tokens after the images of each sequence.
+        width: length to which sequences are truncated.
+        is_ids: True for token ids; in other tensors, the last value is repeated instead, as in
+            generation.
     """
     rows = []
     for row, length, tail in zip(table, lengths, tails, strict=True):
@@ -193,7 +199,7 @@ def _open(name: str, location: str) -> Any:
 
 
 def check_image_layout(config: Any) -> None:
-    """Raise `ConfigError` for a layout or an option that images do not support."""
+    """Raise `ConfigError` for a layout or option that training with images does not support."""
     if split := config.layout.splits_stages_or_tokens:
         raise ConfigError(
             f"{split} is not supported for conversations with images, because it divides the "

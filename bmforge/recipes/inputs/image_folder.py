@@ -24,7 +24,7 @@ from bmforge.data.load.order import derive_key, draw_below
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
 from bmforge.files import replace_file
 
-__all__ = ["ImageConfig", "ImageFolder", "lay_images", "save_preprocessing"]
+__all__ = ["ImageConfig", "ImageFolder", "stack_images", "save_preprocessing"]
 
 Seed = tuple[int | str, ...]
 _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"})
@@ -150,17 +150,17 @@ class ImageFolder:
         path, label = self._files[index]
         image = _open_image(path, self._model.num_channels)
         if self._learns:
-            image = _draw_part(image, self._config, seed)
+            image = _random_crop(image, self._config, seed)
         pixels = _to_values(image, self._model.image_size, self._config)
         return {"pixel_values": pixels, "labels": [label]}
 
     def collate(self, rows: Sequence[Any]) -> Batch:
         """Stack images into a batch."""
-        return lay_images(rows)
+        return stack_images(rows)
 
 
-def lay_images(rows: Sequence[Any]) -> Batch:
-    """Stack images into a batch.
+def stack_images(rows: Sequence[Any]) -> Batch:
+    """Stack images and their class indices into a batch.
 
     Shape:
         pixel_values (B, C, H, W), float32; labels (B,), int64
@@ -204,9 +204,10 @@ def _open_image(path: Path, channels: int) -> Any:
         ) from error
 
 
-def _draw_part(image: Any, config: ImageConfig, seed: Seed) -> Any:
-    """Crop a random area with a random aspect ratio, and flip it with probability 1/2.
+def _random_crop(image: Any, config: ImageConfig, seed: Seed) -> Any:
+    """Crop a random area with a random aspect ratio; mirror the image with probability 1/2.
 
+    Settings of `config` disable cropping or mirroring.
     Source: Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: the area is from
     `smallest_crop` to the whole image, the aspect ratio from 3:4 to 4:3.
     """

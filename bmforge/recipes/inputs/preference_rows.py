@@ -84,7 +84,7 @@ def encode_preference(
 
 
 def _refuse_fields(example: PreferenceExample, ignore: Sequence[str]) -> None:
-    """Raise `DataError` for a field of a record of texts, which no chat template reads."""
+    """Raise `DataError` if a record of plain texts has further fields, which have no effect."""
     names = [*example.fields, *(["tools"] if example.tools else [])]
     unread = [name for name in names if name not in ignore]
     if unread:

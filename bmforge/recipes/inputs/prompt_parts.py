@@ -64,7 +64,7 @@ def find_words(config: Any, task: BenchmarkTask, example: TaskExample) -> dict[s
 def open_words(
     config: Any, task: BenchmarkTask, example: TaskExample, tokenizer: Tokenizer, num_masks: int = 1
 ) -> Any:
-    """Build the verbalizer of a run; with several masks in the template, it scores all masks."""
+    """Build the verbalizer of a run, for a template with `num_masks` masks."""
     words = find_words(config, task, example)
     if example.choices:
         if config.verbalizer_class:

@@ -99,8 +99,8 @@ def encode_prompts(
         tools: schemas of the tools to use for conversations that define no tools.
 
     Raises:
-        DataError: the template does not read a field, a record has other tools than `tools`, or no
-            prompt is short enough.
+        DataError: the template does not read a field, a record describes a tool that is not in
+            `tools`, or no prompt is short enough.
     """
     if tools is not None:
         _check_tools(prompts, tools)
@@ -121,7 +121,7 @@ def encode_prompts(
 
 
 def _check_tools(prompts: Sequence[PromptRecord], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `DataError` if a record describes a tool that is no function of the run."""
+    """Raise `DataError` if a record describes a tool that is not in `tools`."""
     functions = {tool["function"]["name"] for tool in tools}
     for prompt in prompts:
         described = {str(tool.get("function", tool).get("name")) for tool in prompt.tools or ()}

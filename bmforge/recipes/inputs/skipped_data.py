@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from bmforge.logging import get_logger, process_rank
 
-__all__ = ["is_much", "tell_left_out"]
+__all__ = ["is_much", "log_skipped"]
 
 _MUCH = 0.1
 
@@ -17,13 +17,13 @@ def is_much(count: int, total: int) -> bool:
     return count > _MUCH * total
 
 
-def tell_left_out(
+def log_skipped(
     reasons: Iterable[str], total: int, what: str, examples: Mapping[str, str] | None = None
 ) -> None:
     """Log on one process how many items were skipped for each reason; warn if there are many.
 
     Args:
-        reasons: for each skipped item, the reason.
+        reasons: reason of each skipped item.
         total: number of all items.
         what: plural noun for the items in the message.
         examples: dict from reason to a message about one of the items.

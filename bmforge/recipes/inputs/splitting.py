@@ -62,7 +62,7 @@ class StorePart(TokenStore):
 
 
 def check_split(split: Sequence[float], validation: object, paths: Sequence[str]) -> None:
-    """Raise `ConfigError` for invalid split sizes, or if there is another validation set."""
+    """Raise `ConfigError` for invalid split sizes, or if the data has its own validation set."""
     if not split:
         return
     if len(split) > 3 or min(split) < 0 or split[0] <= 0:

@@ -39,7 +39,7 @@ class TaskDataConfig(ExampleConfig):
     dev_split: str | None = "dev"
 
     def check(self) -> None:
-        """Raise `ConfigError` for a number out of range, an unknown task, or wrong paths."""
+        """Raise `ConfigError` for a number out of range, an unknown task, or unsupported paths."""
         super().check()
         if self.labels:
             self._check_own()
@@ -93,10 +93,12 @@ def label_names(raw: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def order_labels(labels: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return labels in the order of a classifier's outputs, if they are its labels.
+    """Return the labels of a data set, sorted into the order of a classifier's outputs.
+
+    If the classifier has other labels, the order does not change. Case is ignored.
 
     Args:
-        labels: labels of the data. Labels other than the classifier's keep their order.
+        labels: labels of the data set.
         names: label names of the classifier, in the order of its outputs.
     """
     places = {str(name).casefold(): number for number, name in enumerate(names)}

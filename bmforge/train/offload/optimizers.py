@@ -206,7 +206,7 @@ def _put_back(parameter: Tensor, value: Any) -> Any:
 
 
 class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
-    """AdamW that updates offloaded parameters on the host and all others on the device.
+    """AdamW that updates offloaded parameters on the host and all other parameters on the device.
 
     With fp32 states its results are bit-identical to those of torch's fused AdamW.
     """

@@ -275,7 +275,7 @@ class StateOffload:
     def _summed_late(self) -> set[int]:
         """Return the ids of parameters that several pipeline stages share.
 
-        Their gradients come last.
+        Their gradients are complete only when the stages have summed them after the backward pass.
         """
         pipeline = pipeline_of(self._model)
         named = dict(self._model.named_parameters())

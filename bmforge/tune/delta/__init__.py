@@ -65,7 +65,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import an export when it is first used."""
+    """Import a public class or function when it is first used."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -168,7 +168,7 @@ def fits(name: str, pattern: str) -> bool:
     try:
         match = re.search(pattern.removeprefix(_REGEX), name)
     except re.error as error:
-        raise ConfigError(f"target {pattern!r} is not a valid regex: {error}.") from error
+        raise ConfigError(f"target {pattern!r} is not a valid regex ({error}).") from error
     if match is None or match.end() != len(name):
         return False
     return match.start() == 0 or name[match.start() - 1] == "."

@@ -1,4 +1,4 @@
-"""Base class of all adapters: finds target modules, attaches, freezes, detaches and describes.
+"""Base class of all adapters: attaches modules to target layers and freezes the base model.
 
 An adapter is a set of modules of one kind (`nn.part_kinds`) with a common name, trained and saved
 separately from the base. A type is a class that declares the kind, the default options and the
@@ -329,7 +329,7 @@ class AttachedDelta:
         return self
 
     def _restore_order_(self, module: nn.Module) -> None:
-        """Move adapters that were attached later behind this one; they apply in this order."""
+        """Move later adapters after this one, so that adapters apply in order of attachment."""
         names = list(deltas_of(self.model))
         for name in names[names.index(self.name) + 1 :]:
             for slot in (f"{name}_reader", f"{name}{TOKENS_SLOT}", name):

@@ -48,7 +48,7 @@ Values = dict[str, dict[str, Tensor]]
 def merge_deltas(
     model: nn.Module, names: Sequence[str] | None = None, dequantize: bool = False
 ) -> None:
-    """Merge several adapters at once, as DoRA and IA3 require if others share their layers.
+    """Merge several adapters at once, as DoRA and IA3 require on layers with further adapters.
 
     Args:
         model: model with adapters.

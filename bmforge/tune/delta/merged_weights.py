@@ -39,7 +39,7 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 
 def last_projection(module: nn.Module) -> str | None:
-    """Return the name of the last projection of a bmforge attention or MLP; None for others."""
+    """Return the name of the last projection of an attention or MLP; None for other modules."""
     for last in ("o_proj", "down_proj"):
         if isinstance(getattr(module, last, None), nn.Module):
             return last

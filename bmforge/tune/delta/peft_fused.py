@@ -56,13 +56,13 @@ def split_fused(
 
 
 def concatenate_rows(leaf: str, tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Return an interleaved fused layer's tensor with the rows of each part contiguous.
+    """Return an interleaved fused layer's tensor with contiguous rows of each bmforge layer.
 
     Args:
         leaf: PEFT's name of the tensor.
         tensor: tensor as read from the file.
-        order: order of the rows in the file, see `interleaved_order`; None if each part's rows are
-            contiguous.
+        order: order of the rows in the file, see `interleaved_order`; None if they are contiguous
+            already.
     """
     if order is None or leaf == "A" or tensor.shape[0] != order.shape[0]:
         return tensor
@@ -74,7 +74,7 @@ def interleave_rows(name: str, tensor: Tensor, order: Tensor | None) -> Tensor:
 
     Args:
         name: PEFT's name of the tensor.
-        tensor: tensor with the rows of each part contiguous.
+        tensor: tensor with contiguous rows of each bmforge layer.
         order: order of the rows in the file, see `interleaved_order`; if None, the tensor is
             returned unchanged.
     """

@@ -93,7 +93,7 @@ def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
 
 
 def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
-    """Return True if the adapter's trained rows have the same effect in PEFT."""
+    """Return True if PEFT would apply the adapter's trained embedding rows in the same way."""
     indices = delta.options.get("trainable_token_indices") or {}
     is_known = all(owner in names.theirs for owner in indices)
     return is_known and not _biased_heads(names.model, indices)

@@ -81,7 +81,7 @@ def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
 
 
 def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
-    """Return True if the LoRAs of a fused layer's parts can be written as one LoRA."""
+    """Return True if a fused layer's LoRAs, one per bmforge layer, can be written as one LoRA."""
     if len(owners) == 1:
         return True
     loras = [attached.part for attached in parts]

@@ -13,7 +13,7 @@ from bmforge.tune.delta.attached import deltas_of
 __all__ = ["check_patterns", "embedding_name", "order_changes_", "rename_options"]
 
 
-# An adapter of these kinds and its whole-trained layer would be saved under the same name.
+# An adapter of these kinds, and a layer that is trained in full, would have the same saved name.
 _ON_WEIGHTS = ("low_rank", "shift")
 
 

@@ -76,7 +76,7 @@ def use_deltas(
     names: Sequence[str] | str,
     weights: Mapping[str, float] | Sequence[float] | None = None,
 ) -> None:
-    """Enable some adapters for all later calls and disable all others.
+    """Enable some adapters for all later calls and disable all other adapters.
 
     Args:
         model: model with adapters; parallelized or not.

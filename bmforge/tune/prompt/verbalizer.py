@@ -192,7 +192,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
     ) -> None:
         if options.get("join") == "joint":
             raise ConfigError(
-                "join='joint' is not supported for refinement tokens (supported: first, max, mean)."
+                "join='joint' is not supported by KnowledgeableVerbalizer (supported: first, max, "
+                "mean). Use one of these."
             )
         classes, rows = read_words(words)
         firsts = {row[0] for row in rows}
