@@ -40,10 +40,13 @@ def read_image(data: bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> An
             if width * height <= max_pixels:
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} has too many pixels (allowed: {max_pixels:,}).") from error
+        raise DataError(
+            f"{name} has too many pixels (allowed: {max_pixels:,}). Send a smaller image."
+        ) from error
     except (OSError, ValueError, SyntaxError, EOFError) as error:  # all raised by Pillow's decoders
         raise DataError(
-            f"{name} cannot be read as an image (supported: {', '.join(_FORMATS)})."
+            f"{name} cannot be read as an image (supported: {', '.join(_FORMATS)}). Convert it to "
+            "one of these formats."
         ) from error
     raise DataError(
         f"{name} has {width} x {height} pixels (allowed: {max_pixels:,} in total). Send a smaller "
@@ -56,7 +59,9 @@ def read_image_file(path: str | Path) -> Any:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the image {str(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the image {str(path)!r} ({error}). Check its path and permissions."
+        ) from error
     return read_image(data, f"the image {str(path)!r}")
 
 
@@ -80,5 +85,7 @@ def read_data_uri(uri: str, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> An
     try:
         data = base64.b64decode(body, validate=True)
     except binascii.Error as error:
-        raise DataError(f"{name} is not valid base64 ({error}).") from error
+        raise DataError(
+            f"{name} is not valid base64 ({error}). Encode the bytes of the image file again."
+        ) from error
     return read_image(data, name, max_pixels)

@@ -43,7 +43,9 @@ def read_audio(path: str | Path) -> tuple[NDArray[np.float32], int]:
     except (wave.Error, EOFError):  # not a WAV file, or one with float samples
         samples, rate = _read_with_soundfile(path)
     except OSError as error:
-        raise DataError(f"cannot read the audio file {str(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the audio file {str(path)!r} ({error}). Check its path and permissions."
+        ) from error
     if not len(samples):
         raise DataError(f"the audio file {str(path)!r} has no samples. Use another file.")
     return samples.mean(1, dtype=np.float32), rate
@@ -70,7 +72,10 @@ def _read_with_soundfile(path: str | Path) -> tuple[NDArray[np.float32], int]:
     try:
         samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
     except RuntimeError as error:
-        raise DataError(f"cannot read the audio file {str(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the audio file {str(path)!r} ({error}). Convert it with: ffmpeg -i FILE "
+            "-ar 16000 -ac 1 out.wav."
+        ) from error
     return samples, int(rate)
 
 
@@ -149,7 +154,8 @@ class Transcriber:
                 out = model.foreign.generate(**features, generation_config=config, **choice)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"transformers cannot transcribe {str(file)!r} ({error}). Leave the options out, "
-                "or use all files of the published model."
+                f"transformers cannot transcribe {str(file)!r} with the options "
+                f"{options or 'of the model'} ({error}). Leave options out, and check that the "
+                "directory has the generation_config.json of the published model."
             ) from error
         return out.tolist()  # type: ignore[no-any-return]

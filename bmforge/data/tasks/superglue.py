@@ -77,7 +77,8 @@ def _record(row: TaskRecord) -> list[TaskExample]:
         start, end = entity.number("start"), entity.number("end") + 1
         if not 0 <= start < end <= len(text):
             raise DataError(
-                f"{entity.place}: the span from {start} to {end} is outside of the passage."
+                f"{entity.place}: the span from character {start} to {end} is outside of the "
+                f"passage of {len(text)} characters. Use the file as it was published."
             )
         names[text[start:end]] = None
     for query in row.parts("qas"):
