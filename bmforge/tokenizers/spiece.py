@@ -23,6 +23,7 @@ EXTRA_IDS = 100
 _SPACE = "\u2581"
 _SENTINEL = re.compile(f"{_SPACE}?(<extra_id_[0-9]+>)")
 _UNIGRAM = 1
+_ALGORITHMS = {_UNIGRAM: "unigram", 2: "BPE", 3: "word", 4: "char"}
 _CONTROL = 3
 
 
@@ -53,8 +54,9 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     model = _read(content, path)
     if model.algorithm != _UNIGRAM:
         raise DataError(
-            f"{str(path)!r} is a sentencepiece model of type {model.algorithm} (supported: "
-            f"unigram, {_UNIGRAM}, as for T5). Write a tokenizer.json with transformers' "
+            f"{str(path)!r} is a SentencePiece model of the type "
+            f"{_ALGORITHMS.get(model.algorithm, model.algorithm)} (supported: unigram, as for T5). "
+            "Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )
     return build_unigram(model, extra_ids)
@@ -106,7 +108,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         )
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}). Download the file again."
+            f"{str(path)!r} is not a SentencePiece model ({error}). Download the file again."
         ) from error
 
 

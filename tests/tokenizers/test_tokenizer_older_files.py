@@ -282,10 +282,10 @@ def test_spiece_models_that_are_not_read(spiece: Path, tmp_path: Path) -> None:
         minloglevel=2,
     )  # fmt: skip
     for content, message in (
-        (model.getvalue(), "of type 2 .supported: unigram"),
-        (whole[: len(whole) // 2], "not a sentencepiece model"),
-        (b"{}", "not a sentencepiece model"),
-        (b"", "not a sentencepiece model"),
+        (model.getvalue(), "of the type BPE .supported: unigram"),
+        (whole[: len(whole) // 2], "not a SentencePiece model"),
+        (b"{}", "not a SentencePiece model"),
+        (b"", "not a SentencePiece model"),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=message):
