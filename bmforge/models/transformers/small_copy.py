@@ -274,7 +274,8 @@ class _LimitedSize(TorchFunctionMode):
             self.elements += out.numel()
             if self.elements > _MOST_ELEMENTS:
                 raise ConfigError(
-                    f"with small sizes the model still has more than {_MOST_ELEMENTS} parameters."
+                    "the architecture cannot be tested, because a copy with minimal sizes has more "
+                    f"than {_MOST_ELEMENTS} parameters."
                 )
         return out
 

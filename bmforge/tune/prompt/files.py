@@ -36,7 +36,10 @@ def read_verbalizer(
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{str(file)!r} cannot be read as a verbalizer ({error}).") from error
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as a verbalizer ({error}). Pass a UTF-8 file (.txt, "
+            ".csv, .json or .jsonl)."
+        ) from error
     verbalizers = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
     if not 0 <= choice < len(verbalizers):
         raise ConfigError(
@@ -63,7 +66,10 @@ def _read_json(text: str, file: Path) -> list[Any]:
             return [json.loads(line) for line in text.splitlines() if line.strip()]
         parsed = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{str(file)!r} is not valid JSON ({error}).") from error
+        raise ConfigError(
+            f"{str(file)!r} is not valid JSON ({error}). Correct the file, or write a .txt file "
+            "with the words of one class per line."
+        ) from error
     if (
         isinstance(parsed, list)
         and parsed
