@@ -197,17 +197,19 @@ def _read(file: BinaryIO, size: int, path: Path) -> GgufHeader:
     for _ in range(entry_count):
         key = cursor.text()
         if key in metadata:
-            raise cursor.damaged(f"duplicate metadata key {key!r}")
+            raise cursor.damaged(f"the metadata key {key!r} occurs twice")
         metadata[key] = cursor.value(key, cursor.number("<I"))
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment not in _alignments():
-        raise cursor.damaged(f"general.alignment is {alignment!r}, not a power of two up to 65536")
+        raise cursor.damaged(
+            f"general.alignment={alignment!r} is not a power of two of at most 65536 bytes"
+        )
     places = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
     first = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in places:
         if name in tensors:
-            raise cursor.damaged(f"duplicate tensor {name!r}")
+            raise cursor.damaged(f"the tensor {name!r} occurs twice")
         tensors[name] = tensor._replace(start=first + tensor.start)
     _check_places(cursor, tensors, size)
     return GgufHeader(path, metadata, tensors)
@@ -222,7 +224,7 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     name = cursor.text()
     dims = cursor.number("<I")
     if not 1 <= dims <= _MAX_DIMS:
-        raise cursor.damaged(f"tensor {name!r} has {dims} dims (allowed: 1 to {_MAX_DIMS})")
+        raise cursor.damaged(f"the tensor {name!r} has {dims} dims (allowed: 1 to {_MAX_DIMS})")
     shape = tuple(cursor.number("<Q") for _ in range(dims))[::-1]
     number, start = cursor.number("<I"), cursor.number("<Q")
     kind = _BY_NUMBER.get(number)
@@ -236,10 +238,13 @@ def _read_tensor(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     values, block_bytes = BLOCKS[kind]
     if 0 in shape or shape[-1] % values:
         raise cursor.damaged(
-            f"tensor {name!r} of shape {shape} is not a multiple of the block size {values}"
+            f"the rows of the tensor {name!r} of shape {shape} are not a multiple of the block "
+            f"size of {kind} ({values} values)"
         )
     if start % alignment:
-        raise cursor.damaged(f"tensor {name!r} begins at {start}, not a multiple of {alignment}")
+        raise cursor.damaged(
+            f"the tensor {name!r} begins at byte {start}, which is not a multiple of {alignment}"
+        )
     return name, GgufTensor(kind, shape, start, math.prod(shape) // values * block_bytes)
 
 
@@ -248,11 +253,11 @@ def _check_places(cursor: _Cursor, tensors: dict[str, GgufTensor], size: int) ->
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
-            raise cursor.damaged(f"tensors {before!r} and {name!r} overlap")
+            raise cursor.damaged(f"the tensors {before!r} and {name!r} overlap")
         end, before = tensor.start + tensor.size, name
         if end > size:
             raise cursor.damaged(
-                f"tensor {name!r} ends at byte {end}, but the file has only {size} bytes"
+                f"the tensor {name!r} ends at byte {end}, but the file has only {size} bytes"
             )
 
 
@@ -277,10 +282,10 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self.end - self.at:
-            raise self.damaged(f"the header is truncated by {count} bytes")
+            raise self.damaged(f"the header ends inside a field of {count} bytes")
         data = self.file.read(count)
         if len(data) != count:
-            raise self.damaged("the file was truncated while it was read")
+            raise self.damaged("the file was truncated while it was being read")
         self.at += count
         return data
 
@@ -312,13 +317,13 @@ class _Cursor:
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
         if kind != _ARRAY:
-            raise self.damaged(f"metadata {key!r} has the unknown type {kind}")
+            raise self.damaged(f"the metadata key {key!r} has the unknown type {kind}")
         of = self.number("<I")
         if of == _STRING:
             return [self.text() for _ in range(self.count(8, f"texts in {key!r}"))]
         if of not in _NUMBERS:
             what = "an array of arrays" if of == _ARRAY else f"an array of the unknown type {of}"
-            raise self.damaged(f"metadata {key!r} is {what}, which is not supported")
+            raise self.damaged(f"the metadata key {key!r} is {what}, which is not supported")
         size = struct.calcsize(_NUMBERS[of])
         data = self.take(self.count(size, f"numbers in {key!r}") * size)
         return np.frombuffer(data, np.dtype(_NUMBERS[of]))

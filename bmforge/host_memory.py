@@ -87,8 +87,8 @@ def host_memory_bytes() -> int:
         return windows.total
     if not hasattr(os, "sysconf"):
         raise ConfigError(
-            f"the memory size of this machine is unknown, because Python cannot read it on "
-            f"{sys.platform}."
+            "the memory size of this machine is unknown, because Python cannot read it on "
+            f"{sys.platform}. Use Linux, macOS or Windows."
         )
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _container_limits())])

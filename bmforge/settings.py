@@ -107,8 +107,8 @@ class QualityConfig:
 
     Args:
         good: files or directories of texts of high quality, as examples for the classifier.
-        bad: files or directories of other texts, some of which may be of high quality
-            (if empty: no classifier is trained).
+        bad: files or directories of other texts, most of them of lower quality (if empty: no
+            classifier is trained).
         labeled: files with a text and its label in each record, instead of good and bad.
         label_field: field of a record that contains the label.
         good_labels: labels of good texts; texts with any other label are negatives.

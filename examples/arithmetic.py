@@ -6,7 +6,7 @@
 `write` makes a small Llama with random weights, and problems in four files without overlap:
 `solved.jsonl` with answers, `pairs.jsonl` with a right and a wrong answer, `problems.jsonl` for
 rewards, and `held_out.jsonl`, on which `check` measures greedy answers. Operands have two digits,
-and sums are written with the last digit first: "27+58=" is answered by "58".
+and sums are written with the last digit first: "27+59=" is answered by "68".
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class PolicyConfig:
     """Options of a policy loss. Fields that are None take the default of the method (`METHODS`).
 
     Args:
-        advantage: method that computes advantages, see `ADVANTAGES`; "gae": generalized advantage
-            estimation for each token, with a value model (options: ``value``).
+        advantage: method that computes advantages; "gae": generalized advantage estimation for each
+            token, with a value model (options: ``value``).
         ratio: probability ratio pi/old. "token": ratio of each token; "sequence": exp of the mean
             log-ratio of the answer (GSPO); "sequence_token": the same value, with per-token
             gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the answer.

@@ -125,7 +125,10 @@ class RewardProcess:
         try:
             reply = self._read(timeout_s)
         except (TimeoutError, RuntimeError) as error:
-            raise ConfigError(f"cannot start the function {self.spec!r}: {error}") from error
+            raise ConfigError(
+                f"the process of the function {self.spec!r} did not start: {error} Check the "
+                "imports of its module."
+            ) from error
         if "error" in reply:
             self.close()
             raise ConfigError(reply["error"])
@@ -139,7 +142,7 @@ class RewardProcess:
             raise TimeoutError(f"{self.spec!r} ran longer than {timeout_s:g} seconds.") from None
         if not line:
             self.close()
-            raise RuntimeError(f"the process of {self.spec!r} has exited.")
+            raise RuntimeError(f"the process of {self.spec!r} exited without an answer.")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -208,7 +211,9 @@ class CallableReward:
         try:
             out, error = results.get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"the function ran longer than {timeout_s:g} seconds.") from None
+            raise TimeoutError(
+                f"the reward function ran longer than {timeout_s:g} seconds."
+            ) from None
         if error is not None:
             raise RuntimeError(f"the reward function raised {error!r}.") from error
         return out

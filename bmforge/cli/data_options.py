@@ -69,10 +69,10 @@ class PrepareCommand:
 
 @dataclass(kw_only=True)
 class DataCollectCommand:
-    """Crawl pages into a web archive, respecting robots.txt, or resume a crawl.
+    """Download pages into a web archive, respecting robots.txt, or resume a download.
 
     Args:
-        urls: addresses of pages, sitemaps and feeds to start from.
+        urls: URLs of pages, and of sitemaps and feeds that list pages.
         out: directory for the archive.
         config: options of the crawl.
     """

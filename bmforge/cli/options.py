@@ -337,7 +337,7 @@ class PlanCommand:
         base_dtype: dtype of the frozen base model of the adapter: int8 or int4 for QLoRA (if None:
             that of the computation).
         gpus: number of GPUs.
-        gpu: GPU model; an unknown one needs gpu_memory and gpu_tflops.
+        gpu: GPU model; a model that is not in the table of GPUs needs gpu_memory and gpu_tflops.
         gpu_memory: memory of a GPU in GiB, instead of the value in the table.
         gpu_tflops: dense half-precision peak of a GPU in TFLOP/s, instead of the value in the
             table.

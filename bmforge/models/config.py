@@ -82,9 +82,10 @@ class ModelConfig:
         norm_eps: epsilon of the norms.
         init_std: standard deviation of the initialization.
         tie_word_embeddings: use the embedding as the head's weight.
-        head: name of the task head, one of `heads`; "" means the first.
+        head: name of the task head, such as "language_model"; "" means the first of `heads`.
         num_labels: number of classes of a classifier.
-        problem_type: problem type of a sequence classifier; see `heads.classification_loss`.
+        problem_type: problem type of a sequence classifier: "regression",
+            "single_label_classification" or "multi_label_classification"; "" infers it.
         changes: changes applied to the model after it was built, in order; see `Model.change_`.
         raw: original contents of config.json, and of generation_config.json under
             "generation_config"; saving writes both back.

@@ -55,7 +55,7 @@ class EncoderConfig(ModelConfig):
     Args:
         num_segments: number of segment types.
         pad_token_id: token id of padding; its embedding gets no gradient.
-        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
         classifier_dropout: dropout probability before a classifier; None means `dropout`.

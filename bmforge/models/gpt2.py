@@ -24,7 +24,7 @@ class GPT2Config(ModelConfig):
     """Config of GPT-2; other fields are those of `ModelConfig`.
 
     Args:
-        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
         dropout: dropout probability of each sublayer's output.
         embed_dropout: dropout probability of the embedding; None means `dropout`.
         attn_dropout: dropout probability of attention weights.

@@ -24,7 +24,7 @@ class GPTJConfig(ModelConfig):
 
     Args:
         rotary_dim: number of head dims that are rotated (even).
-        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
         embed_dropout: dropout probability of the embedding.
         dropout: dropout probability of the outputs of attention and MLP.
         attn_dropout: dropout probability of attention weights.

@@ -159,7 +159,7 @@ class WeightReader:
             slices = rule.source_slices(box)
             if slices is not None:
                 return self._files.read_groups(name, slices)
-        raise AssertionError(f"no weight rule of {tensor_name} includes the region {box}.")
+        raise AssertionError(f"the weight rules of {tensor_name} do not cover the region {box}.")
 
     def read_expert(self, tensor_name: str, expert: int, target: Tensor) -> None:
         """Read one expert of a stacked tensor into a contiguous CPU tensor.

@@ -35,7 +35,7 @@ class OPTConfig(ModelConfig):
         norm_first: True for pre-norm blocks; False for post-norm blocks (350m).
         remove_final_norm: omit the norm after the last block, as before transformers 4.20.1;
             post-norm models never have it.
-        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
         bias: use biases in all projections of the blocks.
         norm_affine: use weights and biases in the norms.
         pad_token_id: id of padding tokens, whose embedding gets no gradient; None for no padding.

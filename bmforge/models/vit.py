@@ -44,7 +44,7 @@ class ViTConfig(ModelConfig):
         image_size: height and width of the images in pixels.
         patch_size: height and width of a patch in pixels.
         num_channels: number of channels of the images.
-        activation: activation of the MLP, a name in `nn.mlp.ACTIVATIONS`.
+        activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
         qkv_bias: biases on q, k and v.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.

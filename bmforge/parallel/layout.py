@@ -70,7 +70,7 @@ class Layout:
             passes them from rank to rank, "ulysses" exchanges tokens for heads (all-to-all).
         sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
             memory at the same communication volume.
-        pp_schedule: pipeline schedule; one of `schedules.SCHEDULES`.
+        pp_schedule: gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv or dualpipev.
         pp_stages_per_rank: pipeline stages per rank (if None: the fewest that the schedule
             supports).
         pp_cut: number of blocks of each stage (if empty: balanced by `pp_balance`).

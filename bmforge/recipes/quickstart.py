@@ -63,9 +63,8 @@ def quickstart(config: QuickstartConfig) -> Path:
     )
     if corpus.validation_prefix is None:
         raise DataError(
-            "there is no validation data "
-            f"(validation_fraction={config.prepare.validation_fraction}), so nothing can be "
-            "compared. Raise the fraction, or use more text."
+            "there is no validation data, with which the model is evaluated: validation_fraction="
+            f"{config.prepare.validation_fraction}. Raise validation_fraction, or use more text."
         )
     result = pretrain(_training(config, corpus, data_dir))
     if result.step < config.steps:

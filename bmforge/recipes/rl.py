@@ -80,9 +80,9 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     policy = config.rl.resolve(config.method)
     if policy.beta and config.adapter.modules_to_save:
         raise ConfigError(
-            "rl.beta above 0 cannot be used with adapter.modules_to_save: the reference is the "
-            "base model without its adapter, but these modules are trained in place. Leave one "
-            "out."
+            f"rl.beta={policy.beta:g} cannot be used with adapter.modules_to_save: the reference "
+            "is the model without its adapter, but these modules are trained in place. Set "
+            "rl.beta=0, or leave adapter.modules_to_save out."
         )
     if policy.correction != "none" and config.rollout.exact_logprobs:
         raise ConfigError(

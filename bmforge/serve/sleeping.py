@@ -141,7 +141,8 @@ class SleepingEngine:
                 except Exception as error:
                     self._opening_error = error
                     raise ReopeningError(
-                        f"the model cannot be loaded again ({type(error).__name__}: {error})."
+                        f"the model was unloaded while idle, and cannot be loaded again "
+                        f"({type(error).__name__}: {error})."
                     ) from error
                 self._opening_error = None
             engine = self._engine

@@ -22,10 +22,10 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
     except ImportError as error:
         raise MissingDependencyError("sentencepiece", "zh", "a SentencePiece tokenizer") from error
     if not model:
-        raise DataError(f"{str(path)!r} is empty (needed: a sentencepiece model).")
+        raise DataError(f"{str(path)!r} is empty (needed: a SentencePiece model).")
     try:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}). Download the file again."
+            f"{str(path)!r} is not a SentencePiece model ({error}). Download the file again."
         ) from error

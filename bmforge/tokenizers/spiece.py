@@ -109,7 +109,7 @@ def _read(content: bytes, path: Path) -> UnigramModel:
         )
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise DataError(
-            f"{str(path)!r} is not a sentencepiece model ({error}). Download the file again."
+            f"{str(path)!r} is not a SentencePiece model ({error}). Download the file again."
         ) from error
 
 

@@ -137,7 +137,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'body' \(columns: \['text', 'n', 'url'\]"):
         entries(tmp_path / "a.parquet", text_field="body")
     (tmp_path / "e.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with pytest.raises(DataError, match="is not a Parquet file"):
         entries(tmp_path / "e.parquet")
 
 
@@ -432,7 +432,7 @@ def test_pdf(tmp_path: Path) -> None:
         file.savefig(figure)
     assert [one.rule for one in entries(tmp_path / "b.pdf")] == ["pdf_scan"]  # type: ignore[union-attr]
     (tmp_path / "c.pdf").write_bytes((tmp_path / "a.pdf").read_bytes()[:300])
-    assert "cannot be read as PDF" in str(entries(tmp_path / "c.pdf")[0])
+    assert "is not a PDF" in str(entries(tmp_path / "c.pdf")[0])
 
 
 def test_kinds_are_told_by_content(tmp_path: Path) -> None:

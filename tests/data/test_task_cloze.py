@@ -32,7 +32,7 @@ def test_reviews_of_a_folder_or_of_lines(tmp_path):
     rows = read_task("imdb", tmp_path / "lines", "test")
     assert [(e.fields["text"], e.label) for e in rows] == [("fine", 1), ("awful", 0)]
     put(tmp_path, "lines/test_labels.txt", "1\n")
-    with pytest.raises(DataError, match="0 or 1 for each of the 2 lines"):
+    with pytest.raises(DataError, match="0 or 1, for each of the 2 lines"):
         read_task("imdb", tmp_path / "lines", "test")
     with pytest.raises(ConfigError, match="no split 'dev'"):
         read_task("imdb", tmp_path, "dev")
@@ -66,7 +66,7 @@ def test_entities_are_neighbours_of_one_type(tmp_path):
     ]
     assert found[0].fields["sentence"] == "Ann Lee saw Bob Paris"
     put(tmp_path / "Few-NERD" / "supervised", "test.txt", "Ann\tperson-cook\n")
-    with pytest.raises(DataError, match=r"line 1.*must be a token and a known type"):
+    with pytest.raises(DataError, match=r"line 1.*is not a token and one of the"):
         read_task("Few-NERD", tmp_path, "test")
 
 

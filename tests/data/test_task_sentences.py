@@ -31,7 +31,7 @@ def test_tables_with_classes_from_one(name, row, texts, label, tmp_path):
     assert found.fields == texts
     assert TASKS[name].label_names[found.label] == label
     put(tmp_path / name, "train.csv", "0" + row[row.index(",") :] + "\n")
-    with pytest.raises(DataError, match=r"line 1.*must be a class from 1"):
+    with pytest.raises(DataError, match=r"line 1.*is not a class from 1"):
         read_task(name, tmp_path, "train")
 
 
@@ -82,5 +82,5 @@ def test_relations_of_spans(tmp_path):
     assert TASKS["TACRED"].label_names[found.label] == "per:title"
     assert len(TASKS["TACRED"].label_names) == 42
     put(tmp_path / "TACRED", "dev.json", "{}")
-    with pytest.raises(DataError, match="not a list"):
+    with pytest.raises(DataError, match="contains a JSON dict"):
         read_task("TACRED", tmp_path, "dev")

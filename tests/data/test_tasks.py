@@ -159,7 +159,7 @@ def test_record_names_each_entity_once(tmp_path: Path) -> None:
     assert found.idx == (2, 8)
     row["passage"]["entities"] = [{"start": 0, "end": 99}]
     put(tmp_path, "train.jsonl", lines(row))
-    with pytest.raises(DataError, match=r"line 1, passage, entities 0: the span from 0 to 100"):
+    with pytest.raises(DataError, match=r"passage, entities 0: the span from character 0 to 100"):
         read_task("ReCoRD", tmp_path, "train")
 
 
@@ -186,7 +186,7 @@ def test_clues_idioms_have_their_answers_beside(tmp_path: Path) -> None:
     found = read_task("chid", tmp_path, "dev")
     assert {e.fields["blank"]: e.label for e in found} == answers
     put(tmp_path, "dev_answer.json", json.dumps({"#idiom000001#": 5}))
-    with pytest.raises(DataError, match="not one of the candidates"):
+    with pytest.raises(DataError, match="not the index of a candidate"):
         read_task("chid", tmp_path, "dev")
 
 
@@ -213,9 +213,9 @@ def test_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{}\nnot json\n", r"line 1: the field 'passage' is missing \(present: none\)"),
+        ("{}\nnot json\n", r"line 1: the field 'passage' is missing \(fields: none\)"),
         ('{"passage": "p", "question": "q", "idx": 1, "label": true}\n[', "line 2"),
-        ("[1]\n", "line 1: .* must be a JSON object"),
+        ("[1]\n", "line 1: .* is not a JSON object"),
         ('{"passage": 7, "question": "q", "idx": 1}', "'passage'|passage=7 is a int"),
         (lines({"passage": "p", "question": "q", "idx": 0, "label": "x"}), "label='x' is not"),
     ],

@@ -261,9 +261,9 @@ def test_decoding_what_is_no_id(cpm2_folder, ant_folder):
     [
         (None, "cannot read"),
         (b"", "empty"),
-        (b"\xff\xfe\x00", "not UTF-8|not a sentencepiece"),
-        (b"<unk>\n<pad>\n", "lacks|not a sentencepiece"),
-        (b"<unk>\na\na\n", "in lines 2 and 3|not a sentencepiece"),
+        (b"\xff\xfe\x00", "not UTF-8|not a SentencePiece"),
+        (b"<unk>\n<pad>\n", "lacks|not a SentencePiece"),
+        (b"<unk>\na\na\n", "in lines 2 and 3|not a SentencePiece"),
     ],
 )
 def test_bad_files_are_named(tokenizer_class, content, match, tmp_path):

@@ -187,7 +187,7 @@ def test_flags_of_newer_files_are_obeyed(english_folder, tmp_path):
         ("added_tokens.json", '{"[MASK]": 300}', "are not defined"),
         ("vocab.json", None, "neither cog-pretrain.model"),
         ("merges.txt", "no merge here at all\n", "cannot read the vocabulary"),
-        ("cog-pretrain.model", "text", "not a sentencepiece model"),
+        ("cog-pretrain.model", "text", "not a SentencePiece model"),
     ],
 )
 def test_bad_files_are_named(english_folder, tmp_path, name, content, match):

@@ -59,7 +59,8 @@ class ConfigParser:
             raw = json.loads(Path(self.config_file).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.config_file!r} cannot be read as a BMCook config ({error})."
+                f"{self.config_file!r} cannot be read as a BMCook config ({error}). Pass a JSON "
+                "file with BMCook's sections."
             ) from error
         self.config: dict[str, Any] = check_cook_config(raw)
 

@@ -128,7 +128,8 @@ def load_masks(file_name: str, model: nn.Module | None = None) -> None:
     if wrong:
         raise CheckpointError(
             f"{file_name!r} contains the masks of another model: {', '.join(wrong[:5])} do not "
-            f"exist in this {type(pruned).__name__}, or have another shape."
+            f"exist in this {type(pruned).__name__}, or have another shape. Load the masks into "
+            "the model for which they were saved."
         )
     for name, mask in masks.items():
         parameter = parameters[name]

@@ -98,7 +98,9 @@ def _part(size: int, what: str) -> int:
     config.need("bmt.nn")
     parts = config["tp_size"]
     if size % parts:
-        raise ConfigError(f"tp_size={parts} does not divide {what}={size}.")
+        raise ConfigError(
+            f"tp_size={parts} does not divide {what}={size}. Use a tp_size that divides it."
+        )
     return size // parts
 
 

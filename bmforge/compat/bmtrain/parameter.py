@@ -251,7 +251,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     if value.shape != full_shape(param):
         raise ConfigError(
             f"the value has shape={tuple(value.shape)}, but the parameter has "
-            f"shape={tuple(full_shape(param))}."
+            f"shape={tuple(full_shape(param))}. Pass a value with the shape of the parameter."
         )
     if param.is_meta:
         return torch.empty_like(param, dtype=value.dtype)

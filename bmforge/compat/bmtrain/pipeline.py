@@ -113,7 +113,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
         if rows * self.stages % micros or micros % self.stages:
             raise ShapeError(
                 f"num_micro_batches={micros} must be a multiple of the {self.stages} stages, and "
-                f"divide the batch of {rows} sequences x {self.stages} stages evenly."
+                f"must divide {rows * self.stages} (batch of {rows} sequences x {self.stages} "
+                "stages). Change num_micro_batches or the batch size."
             )
         columns = []
         for index, value in enumerate((*hidden, *others)):
@@ -250,8 +251,8 @@ class _Call:
         for stage, of_stage in enumerate(allgather_objects(kinds, config["pipe_comm"])):
             if any(kind != of_stage[0] for kind in of_stage):
                 raise BlockError(
-                    f"the blocks of pipeline stage {stage} recorded other tensors in one "
-                    "micro-batch than in another. Call record_tensor in every micro-batch."
+                    f"the blocks of pipeline stage {stage} did not record the same tensors in all "
+                    "micro-batches. Call record_tensor with the same names in every micro-batch."
                 )
             for index, kind in enumerate(of_stage[0]):
                 self.recorded.append(_Record(stage, index, *kind))

@@ -194,10 +194,14 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
             is_mapped = zipfile.is_zipfile(file_name)
             loaded = torch.load(file_name, map_location="cpu", weights_only=True, mmap=is_mapped)
         except Exception as error:
-            raise CheckpointError(f"{file_name} cannot be loaded ({error}).") from error
+            raise CheckpointError(
+                f"{file_name} cannot be loaded ({error}). Pass a file that bmt.save or torch.save "
+                "wrote."
+            ) from error
         if not isinstance(loaded, dict):
             raise CheckpointError(
-                f"{file_name} contains a {type(loaded).__name__} (needed: a state_dict)."
+                f"{file_name} contains a {type(loaded).__name__} (needed: a state_dict). Save "
+                "model.state_dict()."
             )
         return loaded
 

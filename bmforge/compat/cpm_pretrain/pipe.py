@@ -186,7 +186,7 @@ def _to_stage_tensors(value: Any, number: int) -> tuple[Tensor, ...]:
         raise ShapeError(
             f"layer {number - 1} is the last of a stage and returns "
             f"{[type(part).__name__ for part in parts]}, but only tensors can be sent to the "
-            "next stage."
+            "next stage. Return a tensor or a tuple of tensors."
         )
     return tuple(parts)
 

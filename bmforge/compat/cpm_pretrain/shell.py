@@ -109,7 +109,7 @@ def _evaluate(node: ast.AST) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    raise ValueError("the expression is not a sum or product of integers.")
+    raise ValueError("the expression is not arithmetic on integers.")
 
 
 def _unquote(text: str) -> str:

@@ -256,7 +256,10 @@ def _open_rows(
         for samples in sets
     )
     if train is None:
-        raise DataError("train_valid_test_dataset_provider returned no dataset to train on.")
+        raise DataError(
+            "train_valid_test_dataset_provider returned no dataset to train on (None). Return the "
+            "training dataset as the first of its three results."
+        )
     train.check(args.train_iters)
     return train, valid, test
 

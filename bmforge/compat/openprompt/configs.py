@@ -59,7 +59,8 @@ def _load(file: Path) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{str(file)!r} cannot be read as an OpenPrompt config ({error})."
+            f"{str(file)!r} cannot be read as an OpenPrompt config ({error}). Pass a YAML file "
+            "with the sections plm, dataset and template."
         ) from error
     if not isinstance(values, dict) or not {"plm", "dataset", "template"} & set(values):
         raise ConfigError(

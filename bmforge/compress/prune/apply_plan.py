@@ -321,7 +321,7 @@ def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, b
         if tuple(values[name].shape) != tuple(tensor.shape):
             raise ConfigError(
                 f"{name} would have the shape {tuple(values[name].shape)}, but the smaller model "
-                f"needs the shape {tuple(tensor.shape)}."
+                f"needs the shape {tuple(tensor.shape)}. Leave this module out of the pruning plan."
             )
         block, key = _split_name(name, settled.sources)
         source = name if block is None else f"{settled.sources[block]}.{key}"

@@ -52,7 +52,10 @@ def find_address(host: str, port: int, is_private_allowed: bool) -> str:
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise FetchError(f"the host name {host} cannot be resolved ({error}).") from error
+        raise FetchError(
+            f"the host name {host} cannot be resolved ({error}). Check its spelling, and the "
+            "network."
+        ) from error
     addresses = [str(info[4][0]) for info in infos]
     for address in addresses:
         if not is_private_allowed and not _is_public(address):
@@ -134,7 +137,10 @@ def fetch(
         connection.close()
     watch.check(url)
     if answer.length:
-        raise FetchError(f"{url} was not read completely: {answer.length} bytes are missing.")
+        raise FetchError(
+            f"the download of {url} ended early: {answer.length} bytes are missing. Run the "
+            "command again."
+        )
     kept_headers = [
         header for header in answer.getheaders() if header[0].lower() not in _OF_THE_WAY
     ]

@@ -45,7 +45,10 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(stream)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise DataError(f"file {str(where)!r} is not a readable ZIP archive ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is not a readable ZIP archive ({error}). Download it again, or "
+            "remove it from the input."
+        ) from error
 
 
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
@@ -95,7 +98,8 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"file {str(where)!r} cannot be read completely as tar ({error})."
+            f"file {str(where)!r} is damaged, or is not a tar archive ({error}). Download it "
+            "again, or remove it from the input."
         ) from error
 
 

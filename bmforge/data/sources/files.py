@@ -246,7 +246,8 @@ def parse_record(record: Record) -> Document | Drop:
         raise
     except Exception as error:
         raise DataError(
-            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error})."
+            f"the entry at {record.place} cannot be read ({type(error).__name__}: {error}). "
+            "Correct or remove it."
         ) from error
 
 

@@ -119,7 +119,9 @@ def _parse(page: str, where: Where) -> Any:
     try:
         return HTMLTree.parse(page)
     except (ValueError, RuntimeError) as error:
-        raise DataError(f"page {str(where)!r} cannot be parsed ({error}).") from error
+        raise DataError(
+            f"page {str(where)!r} cannot be parsed as HTML ({error}). Remove it from the input."
+        ) from error
 
 
 def _find(tree: Any, selectors: tuple[tuple[str, str], ...]) -> str:

@@ -76,7 +76,9 @@ def _parse_notebook(raw: bytes, where: Where, options: ReadOptions) -> Document:
         sources = (cell["source"] for cell in cells if cell["cell_type"] != "raw")
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not a Jupyter notebook ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is not a Jupyter notebook ({error}). Remove it from the input."
+        ) from error
     text = "\n\n".join(text for text in texts if text.strip())
     return Document(text, where.source, where.whole(), scores=document.scores)
 
@@ -108,10 +110,15 @@ def read_json(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
     try:
         loaded = json.loads(decoded.text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"file {str(where)!r} is not JSON ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is not JSON ({error}). Correct it, or remove it from the input."
+        ) from error
     records = loaded if isinstance(loaded, list) else [loaded]
     if not any(isinstance(record, dict | str) for record in records):
-        raise DataError(f"file {str(where)!r} contains neither objects nor strings.")
+        raise DataError(
+            f"file {str(where)!r} contains neither JSON objects nor strings. Remove it from the "
+            "input."
+        )
     for number, record in enumerate(records, 1):
         parse = partial(_parse_object, record, where, number, options, decoded.scores())
         yield Record(where.place(number), len(raw) // len(records), parse)
@@ -134,7 +141,10 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         if len(raw) > _LONGEST_LINE_BYTES:
             lines += 1
             location = f"{where}:{number}"
-            error = DataError(f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes.")
+            error = DataError(
+                f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes. Split or remove "
+                "it."
+            )
             yield fail(where.place(number), len(raw), error)
         elif raw.strip():
             lines += 1
@@ -168,7 +178,9 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
     try:
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{location}: the line is not JSON ({error}).") from error
+        raise DataError(
+            f"{location}: the line is not JSON ({error}). Correct or remove it."
+        ) from error
     text = find_text(record, options.text_field, location)
     metadata = read_metadata(record)
     return Document(text, where.source, where.place(number), scores=decoded.scores(), **metadata)
@@ -205,12 +217,15 @@ def find_text(record: Any, field: str, location: str) -> str:
         return ""
     if not isinstance(text, str):
         raise DataError(
-            f"{location}: field {field!r} is of type {type(text).__name__} (needed: a string)."
+            f"{location}: the field {field!r} is of type {type(text).__name__} (needed: a string). "
+            "Select another field with text_field=... (--text-field)."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{location}: the text is not valid Unicode ({error}).") from error
+        raise DataError(
+            f"{location}: the text is not valid Unicode ({error}). Correct or remove it."
+        ) from error
     return text
 
 

@@ -129,10 +129,13 @@ def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
             text = find(parts)
     except (*UNREADABLE, DataError, KeyError) as error:
         reason = str(error).rstrip(".")
-        raise DataError(f"file {str(where)!r} cannot be read: {reason}.") from error
+        raise DataError(
+            f"file {str(where)!r} cannot be read ({reason}). Remove it from the input."
+        ) from error
     if not text.strip() and parts.damaged:
         raise DataError(
-            f"file {str(where)!r} cannot be read: {parts.damaged} of its parts are damaged."
+            f"file {str(where)!r} has no readable text, because {parts.damaged} of the files in it "
+            "are damaged. Remove it from the input."
         )
     if not text.strip():
         return Drop("no_main_text", 0, 1, str(where))

@@ -59,7 +59,9 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             return Drop("pdf_encrypted", None, None, str(where))
-        raise DataError(f"file {str(where)!r} cannot be read as PDF ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is damaged, or is not a PDF ({error}). Remove it from the input."
+        ) from error
     count = sum(len("".join(page.split())) for page in pages)
     if count < _LEAST_CHARACTERS * len(pages):
         return Drop("pdf_scan", count / max(len(pages), 1), _LEAST_CHARACTERS, str(where))

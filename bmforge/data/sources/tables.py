@@ -67,7 +67,9 @@ def _read_rows(
         names = [_decode_field(name, f"{where}:1", options).text for name in names]
     find_text(dict.fromkeys(names, ""), options.text_field, f"{where}:1")
     if names.count(options.text_field) > 1:
-        raise DataError(f"{where}:1: several columns have the name {options.text_field!r}.")
+        raise DataError(
+            f"{where}:1: several columns have the name {options.text_field!r}. Rename all but one."
+        )
     for line, row in rows:
         if isinstance(row, Record):
             yield row
@@ -106,7 +108,9 @@ def _split_rows(
                 return
         except csv.Error as error:
             if len("".join(taken)) > _LONGEST_FIELD:
-                raise DataError(f"{where}:{first} is not a valid table row ({error}).") from error
+                raise DataError(
+                    f"{where}:{first} is not a valid table row ({error}). Correct or remove it."
+                ) from error
         if num_tabs is None:
             num_tabs = len(row or ()) - 1
         is_split = row is None or (
@@ -119,8 +123,8 @@ def _split_rows(
             yield first, next(csv.reader(taken, dialect, delimiter=delimiter))
         elif row is None:
             failure = DataError(
-                f"{where}:{first}: a quotation mark has no counterpart, so that lines {first} to "
-                f"{reader.line_num} cannot be separated into rows."
+                f"{where}:{first}: a quotation mark is not closed, so that lines {first} to "
+                f"{reader.line_num} cannot be separated into rows. Close it, or remove it."
             )
             size = len("".join(taken).encode("utf-8", "surrogateescape"))
             yield reader.line_num, fail(where.place(first), size, failure)
@@ -172,7 +176,8 @@ def _parse_row(
     location = f"{where}:{line}"
     if len(row) != len(names):
         raise DataError(
-            f"{location}: the row has {len(row)} columns, but the header has {len(names)}."
+            f"{location}: the row has {len(row)} columns, but the header has {len(names)}. "
+            "Correct or remove the row."
         )
     record = dict(zip(names, row, strict=True))
     decoded = {n: _decode_field(v, location, options) for n, v in record.items()} if is_raw else {}
@@ -199,7 +204,10 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups)
         yield from _read_batches(batches, where, options)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as Parquet ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is damaged, or is not a Parquet file ({error}). Download it "
+            "again."
+        ) from error
 
 
 def _groups_of(metadata: Any, where: Where) -> list[int]:
@@ -227,7 +235,9 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         columns = _wanted(file.schema.names, where, options)
         yield from _read_batches((batch.select(columns) for batch in batches), where, options)
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"file {str(where)!r} cannot be read as Arrow ({error}).") from error
+        raise DataError(
+            f"file {str(where)!r} is damaged, or is not an Arrow file ({error}). Download it again."
+        ) from error
 
 
 def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:

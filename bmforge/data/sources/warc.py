@@ -210,10 +210,13 @@ def _parse_record(
     try:
         record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
         if record is None:
-            raise DataError(f"{record_where} is not a WARC record.")
+            raise DataError(f"{record_where} is not a WARC record. Download the file again.")
         stated = int(record.headers.get("Content-Length", "0"))
         if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(f"{record_where} has a digest that does not match its content.")
+            raise DataError(
+                f"{record_where} is damaged: its content does not match its digest. Download the "
+                "file again."
+            )
         url = record.headers.get("WARC-Target-URI", "")
         date = record.headers.get("WARC-Date", "")[:10]
         kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -233,12 +236,13 @@ def _parse_record(
             body = record.reader.read()
             if len(body) != stated:
                 raise DataError(
-                    f"{record_where} has {len(body)} bytes, but its header states {stated}."
+                    f"{record_where} has {len(body)} bytes, but its header states {stated} bytes. "
+                    "Download the file again."
                 )
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{record_where} cannot be read ({error}).") from error
+        raise DataError(f"{record_where} is damaged ({error}). Download the file again.") from error
     document = parse_payload(body, kind, charset, url, record_where, options)
     if isinstance(document, Drop) or document.date:
         return document
@@ -301,12 +305,15 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
         number += 1
         words = line.decode("utf-8", "replace").split()
         if len(words) < 5 or not words[-1].isdigit() or int(words[-1]) > _LARGEST_BYTES:
-            error = DataError(f"{where}, record {number}: {line[:80]!r} is not a record header.")
+            error = DataError(
+                f"{where}, record {number}: {line[:80]!r} is not the header of an ARC record. "
+                "Download the file again."
+            )
             yield fail(where.place(number), len(line), error)
             continue
         body = stream.read(int(words[-1]))
         if len(body) < int(words[-1]):
-            error = DataError(f"{where}, record {number} is truncated.")
+            error = DataError(f"{where}, record {number} is truncated. Download the file again.")
             yield fail(where.place(number), len(body), error)
         elif not words[0].startswith("filedesc:"):
             parse = partial(_parse_arc, body, words, where, number, options)

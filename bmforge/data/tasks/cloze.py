@@ -48,8 +48,8 @@ def read_few_nerd(path: Path) -> Iterator[TaskExample]:
         name = cells[-1]
         if len(cells) != 2 or name not in {*numbers, "O"}:
             raise DataError(
-                f"{str(path)!r}, line {number}: {line!r:.60} must be a token and a known "
-                "type, separated by a space or a tab."
+                f"{str(path)!r}, line {number}: {line!r:.60} is not a token and one of the "
+                f"{len(numbers)} entity types of Few-NERD (or O), separated by a space or a tab."
             )
         if name != "O":
             if spans and spans[-1][1:] == (len(tokens), name):

@@ -25,8 +25,8 @@ def _read_lcqmc(path: Path) -> Iterator[TaskExample]:
             continue
         if len(cells) not in (2, 3) or (len(cells) == 3 and cells[2].strip() not in ("0", "1")):
             raise DataError(
-                f"{str(path)!r}, line {number}: {line!r:.80} must be two texts and 0 or 1, "
-                "separated by tabs."
+                f"{str(path)!r}, line {number}: {line!r:.80} is not two texts and a label "
+                "(0 or 1), separated by tabs. Use the file as it was published."
             )
         label = int(cells[2]) if len(cells) == 3 else None
         yield TaskExample({"text_a": cells[0], "text_b": cells[1]}, label, number)
@@ -38,8 +38,8 @@ def _read_ag_news(path: Path) -> Iterator[TaskExample]:
     for number, cells in enumerate(lines, 1):
         if len(cells) != 3 or cells[0] not in ("1", "2", "3", "4"):
             raise DataError(
-                f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} must be a class from 1 to "
-                "4, a title and a text."
+                f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to "
+                "4, a title and a text. Use the file as it was published."
             )
         yield TaskExample({"title": cells[1], "text": cells[2]}, int(cells[0]) - 1, number)
 

@@ -58,7 +58,8 @@ def _blanks(
         label = answers.get(name)
         if label is not None and label not in range(len(choices)):
             raise DataError(
-                f"{row.place}: the answer {label!r} to {name} is not one of the candidates."
+                f"{row.place}: the answer {label!r} to {name} is not the index of a candidate "
+                f"(allowed: 0 to {len(choices) - 1})."
             )
         yield TaskExample({"content": text, "blank": name}, label, name, choices)
 
@@ -69,7 +70,8 @@ def _read_c3(path: Path) -> Iterator[TaskExample]:
         location = f"{str(path)!r}, entry {number}"
         if not isinstance(entry, list) or len(entry) != 3:
             raise DataError(
-                f"{location} must contain a list of strings, a list of questions and a name."
+                f"{location} must be a list of three values: a list of texts, a list of questions "
+                "and a name. Use the file as it was published."
             )
         named = TaskRecord(location, {"context": entry[0], "questions": entry[1], "name": entry[2]})
         context = "\n".join(named.texts("context"))

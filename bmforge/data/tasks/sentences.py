@@ -42,8 +42,9 @@ def _csv_task(name: str, labels: tuple[str, ...], fields: tuple[str, ...]) -> Be
             is_valid = cells and cells[0].isdigit() and 1 <= int(cells[0]) <= len(labels)
             if not is_valid or len(cells) != 1 + len(fields):
                 raise DataError(
-                    f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} must be a class from "
-                    f"1 to {len(labels)} and {len(fields)} texts ({', '.join(fields)})."
+                    f"{str(path)!r}, line {lines.line_num}: {cells!r:.80} is not a class from 1 to "
+                    f"{len(labels)}, followed by {len(fields)} texts ({', '.join(fields)}). Use "
+                    "the file as it was published."
                 )
             texts = dict(zip(fields, cells[1:], strict=True))
             yield TaskExample(texts, int(cells[0]) - 1, number)
@@ -69,7 +70,7 @@ def _tsv_task(name: str, labels: tuple[str, ...], text: str) -> BenchmarkTask:
             if len(cells) != len(head):
                 raise DataError(
                     f"{str(path)!r}, line {number}: the line has {len(cells)} cells, but the "
-                    f"header has {len(head)}."
+                    f"header has {len(head)}. Correct or remove the line."
                 )
             row = dict(zip(head, cells, strict=True))
             label = row.get("label")
@@ -111,8 +112,8 @@ def _read_imdb(path: Path) -> Iterator[TaskExample]:
     lines = read_lines(path)
     if len(labels) != len(lines) or not set(labels) <= {"0", "1"}:
         raise DataError(
-            f"{str(label_file)!r} must have 0 or 1 for each of the {len(lines)} lines of "
-            f"{str(path)!r}."
+            f"{str(label_file)!r} must have one label, 0 or 1, for each of the {len(lines)} lines "
+            f"of {str(path)!r}. Use the files as they were published."
         )
     for number, (line, told_label) in enumerate(zip(lines, labels, strict=True), 1):
         yield TaskExample({"text": line.strip()}, int(told_label), number)
@@ -125,7 +126,10 @@ def _relation_task(name: str, relations: tuple[str, ...]) -> BenchmarkTask:
     def read(path: Path) -> Iterator[TaskExample]:
         rows: Any = read_json(path)
         if not isinstance(rows, list):
-            raise DataError(f"{str(path)!r} is not a list of sentences.")
+            raise DataError(
+                f"{str(path)!r} contains a JSON {type(rows).__name__} (needed: a list of "
+                "sentences). Use the file as it was published."
+            )
         for number, values in enumerate(rows):
             row = TaskRecord(f"{str(path)!r}, entry {number}", values)
             words = row.texts("token")

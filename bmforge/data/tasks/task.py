@@ -90,7 +90,7 @@ class TaskRecord:
 
     def __init__(self, place: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise DataError(f"{place}: {values!r:.60} must be a JSON object.")
+            raise DataError(f"{place}: {values!r:.60} is not a JSON object. Correct or remove it.")
         self.place = place
         self.values: dict[str, Any] = values
 
@@ -116,7 +116,9 @@ class TaskRecord:
         """Return the list of strings in a field."""
         values = self._get(name, list)
         if not all(isinstance(value, str) for value in values):
-            raise DataError(f"{self.place}: {name!r} is not a list of strings.")
+            raise DataError(
+                f"{self.place}: {name!r} is not a list of strings. Write a list of strings."
+            )
         return tuple(values)
 
     def label(self, names: Mapping[str, int], name: str = "label") -> int | None:
@@ -136,7 +138,8 @@ class TaskRecord:
         if name not in self.values:
             has = ", ".join(self.values)
             raise DataError(
-                f"{self.place}: the field {name!r} is missing (present: {has or 'none'})."
+                f"{self.place}: the field {name!r} is missing (fields: {has or 'none'}). Add the "
+                "field."
             )
         value = self.values[name]
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -160,7 +163,7 @@ def read_records(path: Path) -> Iterator[TaskRecord]:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{location} is not JSON ({error.msg}, column {error.colno})."
+                    f"{location} is not JSON ({error.msg}, column {error.colno}). Correct the line."
                 ) from error
             yield TaskRecord(location, values)
 
@@ -174,4 +177,6 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path))
     except json.JSONDecodeError as error:
-        raise DataError(f"{str(path)!r}, line {error.lineno} is not JSON ({error.msg}).") from error
+        raise DataError(
+            f"{str(path)!r} is not JSON ({error.msg}, line {error.lineno}). Download it again."
+        ) from error

@@ -329,7 +329,8 @@ def check_json(value: Any, where: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise CheckpointError(
-                    f"{where} has the key {key!r}, but only string keys can be saved."
+                    f"{where} has the key {key!r}, but only string keys can be saved. Convert the "
+                    "key to a string."
                 )
             check_json(item, f"{where}[{key!r}]")
     elif isinstance(value, list | tuple):
@@ -338,5 +339,5 @@ def check_json(value: Any, where: str) -> None:
     elif not isinstance(value, str | int | float | bool | None):
         raise CheckpointError(
             f"{where} is a {type(value).__name__}, but only numbers, strings, lists, dicts and "
-            "None can be saved."
+            "None can be saved. Convert it to one of these types."
         )

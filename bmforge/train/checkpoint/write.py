@@ -359,8 +359,9 @@ def _build_manifest(
         covered = sum(_product(chunk["lengths"]) for chunk in record["chunks"])
         if covered != _product(record["shape"]):
             raise CheckpointError(
-                f"{name} has {_product(record['shape'])} elements, but the processes together "
-                f"wrote {covered}."
+                f"the checkpoint was not saved, because the processes together wrote {covered} of "
+                f"the {_product(record['shape'])} elements of {name}. Build the same model "
+                "with the same layout on all processes."
             )
     version = 2 if any("shared" in record for record in files.values()) else 1
     return {

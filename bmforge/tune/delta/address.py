@@ -280,7 +280,7 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             matched = {n: p for n, p in named.items() if n.startswith(owners)}
         if not matched:
-            raise ConfigError(f"target {target!r} matches only modules without parameters.")
+            raise ConfigError(f"target {target!r} matches no parameters. Choose other modules.")
         parameters |= matched
     return parameters
 

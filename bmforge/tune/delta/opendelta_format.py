@@ -289,7 +289,8 @@ def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
             if others:
                 raise CheckpointError(
                     f"{name} in the adapter corresponds to a part of a fused weight in this model "
-                    f"({own_name} and others), which is not supported."
+                    f"({own_name} and others), which is not supported. Train the adapter "
+                    "again with bmforge."
                 )
             renamed[f"{own_name}.{leaf}"] = tensor
     return renamed

@@ -37,7 +37,8 @@ def read_verbalizer(
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{str(file)!r} cannot be read as a verbalizer ({error}). Check the path and the file."
+            f"{str(file)!r} cannot be read as a verbalizer ({error}). Pass a UTF-8 file (.txt, "
+            ".csv, .json or .jsonl)."
         ) from error
     verbalizers = _read_lines(text) if file.suffix in (".txt", ".csv") else _read_json(text, file)
     if not 0 <= choice < len(verbalizers):
@@ -66,7 +67,8 @@ def _read_json(text: str, file: Path) -> list[Any]:
         parsed = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{str(file)!r} is not valid JSON ({error}). Correct the file."
+            f"{str(file)!r} is not valid JSON ({error}). Correct the file, or write a .txt file "
+            "with the words of one class per line."
         ) from error
     if (
         isinstance(parsed, list)

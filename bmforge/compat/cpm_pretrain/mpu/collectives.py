@@ -163,7 +163,10 @@ def _describe(
     """Return the shapes of the tensors, and an error message if a tensor is not valid."""
     missing = [key for key in keys if key not in data]
     if missing:
-        return [], f"broadcast_data: the batch lacks {', '.join(missing)} (it has {list(data)})."
+        return [], (
+            f"broadcast_data: the batch lacks {', '.join(missing)} (it has {list(data)}). Add them "
+            "to the batch on tensor-parallel rank 0."
+        )
     others = [f"{key} is {data[key].dtype}" for key in keys if data[key].dtype != datatype]
     if others:
         return [], (

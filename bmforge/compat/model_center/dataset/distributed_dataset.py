@@ -62,8 +62,8 @@ class DistributedDataset:
         count = self._data.files[-1].block_end if self._data.files else 0
         if count < len(self._times):
             raise DataError(
-                f"{str(meta)!r} has fewer blocks than when it was last read. Only add files to a "
-                "dataset while it is read."
+                f"{str(meta)!r} has fewer blocks than when it was last read. While a dataset is "
+                "being read, add files to it, but remove none."
             )
         fresh = torch.zeros(count - len(self._times), dtype=torch.int)
         self._times = torch.cat((self._times, fresh))

@@ -118,7 +118,7 @@ class _Nothing(Dataset[Any]):
         return 0
 
     def __getitem__(self, index: int) -> Any:
-        raise DataError(f"there is no example {index}: the split is empty.")
+        raise DataError(f"index={index} is out of range, because the split has no examples.")
 
 
 def _empty(batch: Any) -> Any:

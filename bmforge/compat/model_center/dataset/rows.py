@@ -60,8 +60,8 @@ class TaskRows(Dataset[dict[str, Tensor]]):
         self.lengths = {**dict(zip(self.length_names, lengths, strict=False)), **named}
         if set(self.lengths) != set(self.length_names):
             raise TypeError(
-                f"{type(self).__name__} takes {', '.join(self.length_names)} after the tokenizer, "
-                f"not {', '.join(self.lengths) or 'nothing'}."
+                f"{type(self).__name__} needs the lengths {', '.join(self.length_names)} after the "
+                f"tokenizer (passed: {', '.join(self.lengths) or 'none'})."
             )
         self.examples = self.arrange(_read_labelled(self.task, path, split))
         self.qids = [

@@ -259,7 +259,7 @@ class FeedForward(DistributedModule):
         super().__init__()
         scale, self.dropout_p = others.pop("length_scale", False), others.pop("dropout_p", 0.0)
         if others:
-            raise TypeError(f"FeedForward got an unexpected argument {next(iter(others))!r}")
+            raise TypeError(f"FeedForward got an unexpected argument {next(iter(others))!r}.")
         settings: dict[str, Any] = {"dtype": dtype, "int8": int8, "init_mean": init_mean}
         settings |= {"init_std": init_std, "bias": bias, "length_scale": scale}
         kind = DenseGatedACT if activate_fn.startswith("gated_") else DenseACT
