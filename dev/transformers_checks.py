@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError, DistributedError
 from bmforge.infer import generate
 from bmforge.models import AutoModel
 from bmforge.models.pack import quantize_
-from bmforge.models.transformers.small_copy import build_twin
+from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.nn.packed_store import PackedStore
 from bmforge.parallel import Layout
 from bmforge.testing.foreign_inputs import Example, NoExampleError, find_example
@@ -44,11 +44,11 @@ class Sample:
         self.directory = directory
         config = default_config(kind)
         if head == "language_model":
-            self.plain, ids = build_twin(config, head), tokens(2, 12, seed=5)
+            self.plain, ids = build_small_copy(config, head), tokens(2, 12, seed=5)
             self.example = Example({"input_ids": ids, "labels": ids}, "text")
         else:
             _set_ids_(config)  # classifiers read the padding token's id
-            self.plain = build_twin(config, head)
+            self.plain = build_small_copy(config, head)
             _set_ids_(self.plain.config)
             self.example = find_example(self.plain, head)
         self.plain.save_pretrained(directory / "plain")

@@ -57,7 +57,7 @@ def load_library(purpose: str = "A model without a native family") -> ModuleType
     """Import and return transformers.
 
     Args:
-        purpose: what needs transformers; the subject of the error message.
+        purpose: feature that needs transformers, the subject of the error message.
 
     Raises:
         MissingDependencyError: transformers is not installed; the message names the pip extra.
