@@ -116,7 +116,9 @@ def read_recipe(file: str | Path, model: str, out: Path) -> CompressRunConfig:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {str(path)!r} is not valid TOML ({error}).") from error
+            raise ConfigError(
+                f"recipe {str(path)!r} is not valid TOML ({error}). Correct the file."
+            ) from error
     parts = {f.name for f in dataclasses.fields(CompressConfig)}
     inner = {name: values.pop(name) for name in list(values) if name in parts}
     values_given = {**values, "compress": inner, "model": model, "out": out}

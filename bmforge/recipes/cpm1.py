@@ -229,7 +229,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}).") from error
+        raise DataError(f"{where} is not JSON ({error}). Correct or remove it.") from error
     if not isinstance(parsed, dict):
         raise DataError(f"{where} is a JSON {type(parsed).__name__} (needed: an object).")
     return parsed

@@ -349,7 +349,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
     if not (directory / CONFIG_NAME).exists() or not (weights.exists() or old.exists()):
         raise CheckpointError(
             f"{str(directory)!r} is not an adapter directory: it needs {CONFIG_NAME} and "
-            f"{WEIGHTS_NAME}."
+            f"{WEIGHTS_NAME}. Check the path."
         )
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
@@ -391,7 +391,7 @@ def _fill(delta: AttachedDelta, loaded: Mapping[str, Tensor], directory: Path) -
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise CheckpointError(
             f"the adapter in {str(directory)!r} does not match the model: "
-            f"{'; '.join(problems[:20])}{more}."
+            f"{'; '.join(problems[:20])}{more}. Load the base model of the adapter."
         )
     with torch.no_grad():
         for name, tensor in own.items():

@@ -210,7 +210,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
         if problems:
             raise CheckpointError(
                 f"the adapter in {str(directory)!r} does not match the model: "
-                f"{'; '.join(problems[:20])}."
+                f"{'; '.join(problems[:20])}. Load the base model of the adapter."
             )
     except (CheckpointError, ConfigError):
         delta.remove()
