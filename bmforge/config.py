@@ -253,5 +253,7 @@ def load_toml(cls: type[C], path: str | Path) -> C:
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(file)!r} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"config file {str(file)!r} is not valid TOML ({error}). Correct the file."
+        ) from error
     return config_from_dict(cls, values)

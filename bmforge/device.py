@@ -69,7 +69,8 @@ def device_at(index: int | None = None) -> torch.device:
     index = torch.accelerator.current_device_index() if index is None else index
     if not 0 <= index < count:
         raise ConfigError(
-            f"accelerator {index} does not exist (this machine has {count}, numbered from 0)."
+            f"accelerator {index} does not exist (this machine has {count}, numbered from 0). "
+            "Choose another index."
         )
     return torch.device(default_device().type, index)
 

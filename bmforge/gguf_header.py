@@ -133,7 +133,9 @@ def _read_file(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             return _read(file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
+        raise CheckpointError(
+            f"cannot read {str(path)!r} ({error.strerror}). Check its path and permissions."
+        ) from error
 
 
 def _join_parts(first: GgufHeader, parts: Any) -> GgufHeader:

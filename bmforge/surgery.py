@@ -98,7 +98,10 @@ def match_names(names: Iterable[str], globs: Iterable[str], what: str = "module"
         fits = _compile(glob).fullmatch
         hits = [name for name in all_names if fits(name)]
         if not hits:
-            raise ConfigError(f"{what} pattern {glob!r} matches nothing.{suggest(glob, all_names)}")
+            raise ConfigError(
+                f"{what} pattern {glob!r} matches nothing.{suggest(glob, all_names)} Use names of "
+                "this model."
+            )
         matching.update(dict.fromkeys(hits))
     return [name for name in all_names if name in matching]
 

@@ -139,7 +139,9 @@ class RewardProcess:
             line = self._replies.get(timeout=timeout_s)
         except queue.Empty:
             self.close()
-            raise TimeoutError(f"{self.spec!r} ran longer than {timeout_s:g} seconds.") from None
+            raise TimeoutError(
+                f"the function {self.spec!r} ran longer than {timeout_s:g} seconds."
+            ) from None
         if not line:
             self.close()
             raise RuntimeError(f"the process of {self.spec!r} exited without an answer.")

@@ -63,7 +63,9 @@ def _explain(command: DataExplainCommand) -> None:
             print(f"  {line.rule:<46}{line.value:>10.4g}  {bounds}{broken}")
     if not shown:
         location = f" at {command.place!r}" if command.place else ""
-        raise DataError(f"{command.file!r} contains no document{location}.")
+        raise DataError(
+            f"{command.file!r} contains no document{location}. Check the path and --place."
+        )
 
 
 def _chosen(command: DataExplainCommand) -> Iterator[Any]:

@@ -193,7 +193,8 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         if table is not None and attn.num_heads > table.weight.shape[1]:
             raise ConfigError(
                 f"{name} cannot be resized: num_heads={attn.num_heads} exceeds the "
-                f"{table.weight.shape[1]} heads of the position bias that all layers share."
+                f"{table.weight.shape[1]} heads of the position bias that all layers share. Use at "
+                "most this number of heads."
             )
         former = old[name].spec.attn
         if attn.alibi and former is not None and attn.num_heads != former.num_heads:
@@ -204,7 +205,7 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         if attn.head_dim < rotary_dim and attn.head_dim % 2:
             raise ConfigError(
                 f"{name} cannot be resized: head_dim={attn.head_dim} is odd, but rotary positions "
-                "rotate pairs of dims."
+                "rotate pairs of dims. Use an even number."
             )
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in specs):
         blocks = model.get_submodule(stack).named_children()

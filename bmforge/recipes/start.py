@@ -152,14 +152,14 @@ def read_changes(option: str) -> tuple[Change, ...]:
             text = Path(option).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"--changes {option!r} is neither JSON nor a readable file ({error}). "
-                "Check the path."
+                f"--changes {option!r} is neither JSON nor a readable file ({error}). Pass JSON, "
+                "or the path of a JSON file."
             ) from error
     try:
         parsed = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"--changes {option!r} is not valid JSON: {error}. Correct the JSON."
+            f"--changes {option!r} is not valid JSON ({error}). Correct the JSON."
         ) from error
     return tuple(
         Change.from_json(entry) for entry in (parsed if isinstance(parsed, list) else [parsed])

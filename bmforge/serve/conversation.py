@@ -187,7 +187,8 @@ class Prompter:
             field = f"messages.{number}.content"
             if message.images and self.processor is None:
                 raise RequestError(
-                    f"{field} has a part that is not text, but this model supports only text.",
+                    f"{field} has a part that is not text, but this model supports only text. "
+                    "Leave it out.",
                     field,
                     code="unsupported_value",
                 )
@@ -203,7 +204,9 @@ class Prompter:
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
-                "EVA's dialogue format supports only the roles user and assistant.", "messages"
+                "EVA's dialogue format supports only the roles user and assistant. Leave other "
+                "messages out.",
+                "messages",
             )
         turns = [tokenizer.encode(message.text) for message in messages]
         end, blank = tokenizer.role_id("sep"), tokenizer.sentinel_id(0)

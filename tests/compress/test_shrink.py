@@ -88,7 +88,11 @@ def test_plans_are_json() -> None:
             "num_heads=2 is not divisible",
         ),
         ("llama", {"head_dim": 3}, "split a rotary pair. The nearest valid value is 4"),
-        ("llama", {"intermediate_size": 41}, "intermediate_size=41 is more than the layer's 40"),
+        (
+            "llama",
+            {"intermediate_size": 41},
+            "intermediate_size=41 is more than the layer's intermediate_size=40",
+        ),
         ("llama", {"num_experts": 2}, "it applies to no layer of this Llama"),
         ("llama", {"target": "parameters", "keep_ratio": 0.001}, "cannot be reached"),
         ("llama", {"target": "parameters", "num_heads": 2}, "cannot be used together"),

@@ -55,7 +55,9 @@ def modules_with(
         }
         if not hits:
             hint = suggest(pattern, old_names.values())
-            raise ConfigError(f"{key}: {pattern!r} matches no module name.{hint}")
+            raise ConfigError(
+                f"{key}: {pattern!r} matches no module name.{hint} Use a part of a module's name."
+            )
         matched.update(hits)
     return matched
 

@@ -209,7 +209,9 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
     try:
         result = model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        raise CheckpointError(f"{file_name} does not match the model: {error}") from error
+        raise CheckpointError(
+            f"{file_name} does not match the model. Load it into the model that was saved. {error}"
+        ) from error
     sum_plain_gradients_(model)
     synchronize()
     return result

@@ -56,9 +56,13 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read --ds-config {str(file)!r} ({error.strerror}).") from error
+        raise ConfigError(
+            f"cannot read --ds-config {str(file)!r} ({error.strerror}). Check its path."
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"--ds-config {str(file)!r} is not JSON: {error}.") from error
+        raise ConfigError(
+            f"--ds-config {str(file)!r} is not JSON ({error}). Correct the file."
+        ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"--ds-config {str(file)!r} must contain a JSON object of settings.")
     _check(settings, str(file))

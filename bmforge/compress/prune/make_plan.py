@@ -193,7 +193,7 @@ def _keep_heads(
         ("num_kv_heads", spec.num_kv_heads, groups),
     ):
         if have > most:
-            raise ConfigError(f"{what}={have} exceeds the layer's {most}. Use a smaller value.")
+            raise ConfigError(f"{what}={have} is more than the layer's {what}={most}. Use fewer.")
     if (heads, groups) != (spec.num_heads, spec.num_kv_heads):
         for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
             own = getattr(block.spec, part)
@@ -204,7 +204,7 @@ def _keep_heads(
         return parts
     if width > spec.head_dim:
         raise ConfigError(
-            f"head_dim={width} is more than the layer's {spec.head_dim}. Use a smaller value."
+            f"head_dim={width} is more than the layer's head_dim={spec.head_dim}. Use less."
         )
     chosen = parts.get("heads") or parts.get("cross_heads") or range(spec.num_heads)
     groups_kept = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
@@ -256,8 +256,8 @@ def _keep_features(
             )
         if count > spec.num_experts:
             raise ConfigError(
-                f"num_experts={count} is more than the layer's {spec.num_experts}. Use a "
-                "smaller value."
+                f"num_experts={count} is more than the layer's num_experts={spec.num_experts}. Use "
+                "fewer."
             )
         if count < spec.num_experts:
             parts["experts"] = _best(scores[name, "experts"], count)
@@ -265,8 +265,8 @@ def _keep_features(
     size = options.get("intermediate_size") or spec.intermediate_size
     if size > spec.intermediate_size:
         raise ConfigError(
-            f"intermediate_size={size} is more than the layer's {spec.intermediate_size}. Use a "
-            "smaller value."
+            f"intermediate_size={size} is more than the layer's "
+            f"intermediate_size={spec.intermediate_size}. Use a smaller value."
         )
     if size < spec.intermediate_size:
         if isinstance(spec, MoESpec):

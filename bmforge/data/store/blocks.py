@@ -172,7 +172,8 @@ class BlockDataset:
             try:
                 if mark != bytes([_RECORD]):
                     raise DataError(
-                        f"the record begins with {mark!r} instead of 0x1f, so the file is damaged."
+                        f"the record begins with {mark!r} instead of 0x1f, so the file is damaged. "
+                        "Download it again."
                     )
                 record = read_plain(stream)
             except DataError as error:

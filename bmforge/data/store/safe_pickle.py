@@ -20,6 +20,10 @@ from bmforge.errors import DataError
 __all__ = ["load_block_files", "load_plain", "read_plain"]
 
 _DTYPE = re.compile(r"[iuf][1248]|b1")
+_ALLOWED = (
+    "Only numbers, strings, lists, dicts and numeric arrays are read. Save the data again as these "
+    "types."
+)
 # Exceptions of Python's unpickler for a damaged or malicious pickle.
 _UNREADABLE = (
     pickle.UnpicklingError,
@@ -71,7 +75,7 @@ class _Name:
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise DataError("the pickle sets the state of a class or function, which is not allowed.")
+        raise DataError(f"the pickle sets the state of a class or function. {_ALLOWED}")
 
 
 class _ArrayClass(_Name):
@@ -128,7 +132,7 @@ class _Latin1(_Name):
 
     def __call__(self, text: str, encoding: str = "utf-8") -> bytes:
         if encoding not in ("latin1", "latin-1"):
-            raise DataError(f"the pickle encodes text as {encoding!r:.40}, which is not allowed.")
+            raise DataError(f"the pickle encodes text as {encoding!r:.40}. {_ALLOWED}")
         return str.encode(text, "latin1")
 
 
@@ -148,9 +152,7 @@ class _Set(_Name):
 
     def __call__(self, parts: list[Any]) -> set[Any]:
         if type(parts) is not list:
-            raise DataError(
-                "the pickle contains a set that is not built from a list, which is not allowed."
-            )
+            raise DataError(f"the pickle contains a set that is not built from a list. {_ALLOWED}")
         return set(parts)
 
 
@@ -193,19 +195,15 @@ class _Array:
 def _make_array(content: Any, dtype: Any, shape: Any, is_fortran: bool) -> np.ndarray:
     """Build an array, after checking dtype, shape and content size."""
     if not isinstance(dtype, _Dtype) or not isinstance(content, bytes):
-        raise DataError(
-            "the pickle contains an array whose values are not numbers, which is not allowed."
-        )
+        raise DataError(f"the pickle contains an array whose values are not numbers. {_ALLOWED}")
     kind = np.dtype(dtype.name).newbyteorder(dtype.order)
     sizes = tuple(shape)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise DataError(
-            f"the pickle contains an array of shape {shape!r:.40}, which is not allowed."
-        )
+        raise DataError(f"the pickle contains an array of shape {shape!r:.40}. {_ALLOWED}")
     if math.prod(sizes) * kind.itemsize != len(content):
         raise DataError(
             f"the pickle contains an array of shape {sizes} with {len(content)} bytes, so it is "
-            "damaged."
+            "damaged. Download the file again."
         )
     flat = np.frombuffer(content, dtype=kind).astype(kind.newbyteorder("="))
     return flat.reshape(sizes, order="F" if is_fortran else "C")
@@ -273,7 +271,8 @@ class _GetRow(_Name):
     def __call__(self, owner: Any, name: Any) -> _FileRow:
         if type(owner) is not _FileInfo or name != "_load_from_state":
             raise DataError(
-                f"the pickle reads the attribute {name!r:.80} of an object, which is not allowed."
+                f"the pickle reads the attribute {name!r:.80} of an object, which a list of data "
+                "files does not need. Download the file again."
             )
         return _FileRow()
 
@@ -328,7 +327,7 @@ def _finish(record: Any, done: dict[int, Any]) -> Any:
         return record
     finished = done.get(id(record))
     if finished is _OPEN:
-        raise DataError("the pickle contains a list or dict that contains itself.")
+        raise DataError(f"the pickle contains a list or dict that contains itself. {_ALLOWED}")
     if finished is None:
         done[id(record)] = _OPEN
         finished = done[id(record)] = _finish_container(record, done)
@@ -341,6 +340,5 @@ def _finish_container(record: Any, done: dict[int, Any]) -> Any:
     if type(record) in (list, tuple, set, frozenset):
         return type(record)(_finish(part, done) for part in record)
     raise DataError(
-        "the pickle refers to a class or a function where a value is expected, which is not "
-        "allowed."
+        f"the pickle refers to a class or a function where a value is expected. {_ALLOWED}"
     )

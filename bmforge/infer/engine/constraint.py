@@ -51,7 +51,9 @@ class Constraint:
         try:
             parsed = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"the JSON schema is not valid JSON: {error}.") from error
+            raise ConfigError(
+                f"the JSON schema is not valid JSON ({error}). Correct the schema."
+            ) from error
         if not isinstance(parsed, dict):
             raise ConfigError(f"the JSON schema must be a JSON object, not {text[:60]!r}.")
         return cls("json", text)
@@ -100,7 +102,8 @@ class ConstraintCompiler:
         is_wrong, messages = guide.LLMatcher.validate_grammar_with_warnings(grammar, self._guided)
         if is_wrong or messages:
             raise ConfigError(
-                f"the {constraint.kind} constraint is not valid: {' '.join(messages)[:500]}"
+                f"the {constraint.kind} constraint is not valid ({' '.join(messages)[:500]}). "
+                "Correct the constraint."
             )
         matcher = guide.LLMatcher(self._guided, grammar, log_level=0)
         return Matcher(matcher, self._vocab_size)
@@ -158,7 +161,8 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ConfigError(
-                f"the constraint failed during generation: {self._matcher.get_error()[:500]}"
+                f"the constraint failed during generation ({self._matcher.get_error()[:500]}). "
+                "Simplify the constraint."
             )
 
 
@@ -219,4 +223,6 @@ def _write_grammar(guide: Any, constraint: Constraint) -> str:
     try:
         return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))
     except ValueError as error:
-        raise ConfigError(f"the JSON schema is not supported: {error}") from error
+        raise ConfigError(
+            f"the JSON schema is not supported ({error}). Simplify the schema."
+        ) from error

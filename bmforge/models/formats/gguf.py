@@ -220,4 +220,6 @@ def _identify(path: Path) -> tuple[int, int, int]:
         with path.open("rb") as file:
             return identify(file.fileno())
     except OSError as error:
-        raise CheckpointError(f"cannot read {str(path)!r} ({error.strerror}).") from error
+        raise CheckpointError(
+            f"cannot read {str(path)!r} ({error.strerror}). Check its path and permissions."
+        ) from error

@@ -109,7 +109,7 @@ def _encode(tensors: Tensors, what: object) -> Tensor:
     if len(tensors) > MAX_TENSORS:
         raise ShapeError(
             f"{what} consists of {len(tensors)} tensors (pipeline stages send at most "
-            f"{MAX_TENSORS})."
+            f"{MAX_TENSORS}). Return fewer tensors from the block."
         )
     numbers = [0] * (1 + MAX_TENSORS * _ROW)
     numbers[0] = len(tensors)
@@ -123,7 +123,7 @@ def _encode_one(tensor: Tensor, what: str) -> list[int]:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         raise ShapeError(
             f"{what} is a {type(tensor).__name__} (pipeline stages send only ordinary tensors and "
-            "None)."
+            "None). Return tensors from the block."
         )
     if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS:
         raise ShapeError(

@@ -198,7 +198,10 @@ def _select(names: Iterable[str], globs: Iterable[str] | str, what: str) -> list
     names, globs = list(names), (globs,) if isinstance(globs, str) else tuple(globs)
     for glob in globs:
         if not any(match_glob(name, glob) for name in names):
-            raise ConfigError(f"{what} pattern {glob!r} matches nothing.{suggest(glob, names)}")
+            raise ConfigError(
+                f"{what} pattern {glob!r} matches nothing.{suggest(glob, names)} Use names of this "
+                "model."
+            )
     return sorted((n for n in names if any(match_glob(n, g) for g in globs)), key=_name_order)
 
 

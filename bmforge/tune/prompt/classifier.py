@@ -155,7 +155,7 @@ def check_masks(template: Template, verbalizer: Any) -> None:
     if template.behind == "score" and verbalizer.takes != "words":
         raise ConfigError(
             "behind='score' scores the text after each label word, which needs a "
-            "verbalizer with join='joint'."
+            "verbalizer with join='joint'. Create the verbalizer with join='joint'."
         )
 
 
