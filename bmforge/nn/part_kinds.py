@@ -66,7 +66,9 @@ class LengthOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for invalid options."""
         if self.length < 1:
-            raise ConfigError(f"length={self.length} must be at least 1.")
+            raise ConfigError(
+                f"length={self.length} virtual tokens: the length must be at least 1."
+            )
         if not (self.std >= 0 and math.isfinite(self.std)):
             raise ConfigError(f"std={self.std} must be finite and at least 0.")
 

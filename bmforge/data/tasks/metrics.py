@@ -60,7 +60,7 @@ def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "ma
     try:
         from sklearn.metrics import f1_score
     except ImportError as error:
-        raise MissingDependencyError("scikit-learn", "tasks", "the macro-averaged F1 metric") from error
+        raise MissingDependencyError("scikit-learn", "tasks", f"the {average} F1 score") from error
     return float(f1_score(list(labels), list(predicted), average=average, zero_division=0.0))
 
 
