@@ -82,8 +82,8 @@ class _Model:
             `memory_limit`.
         memory_limit: limit on the weights in bytes (default: free memory). The sum of the two
             limits is the engine's memory budget.
-        version: directory or hub id of the model, with or without ``file://`` (default: a
-            directory with the name of BMInf's last version).
+        version: directory or hub id of the model, with or without ``file://`` (default: the
+            name of the last version that BMInf published, as a local directory).
 
     Raises:
         ConfigError: the model does not exist or is of another family, or a limit is too small.

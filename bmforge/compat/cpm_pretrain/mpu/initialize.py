@@ -31,7 +31,7 @@ class Groups:
     Attributes:
         mesh: mesh of all axes; None before initialization.
         device: device of this process.
-        topology: topology that was passed.
+        topology: argument of `initialize_model_parallel`; None without a pipeline.
         io: group of the processes with tensor-parallel rank 0 in the first and last stage; None on
             other processes.
         rank, size: rank and size that a program set; None to use those of the group.
