@@ -182,7 +182,7 @@ def _find(model: Any, name: str) -> Block:
 
 
 def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
-    """Raise `ConfigError` if new specs contradict what layers share, such as a position bias."""
+    """Raise `ConfigError` if new specs do not fit the position encoding or leave no attention."""
     rotary_dim = _rotary_dim(model)
     for name, spec in specs.items():
         stack = name.rpartition(".")[0]
