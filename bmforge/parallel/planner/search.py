@@ -304,7 +304,7 @@ def sensible_layouts(request: PlanRequest) -> Iterator[Layout]:
 
 
 def _fitting(estimator: Estimator, choice: TrainingSetup) -> PlanRow:
-    """Return the estimate with the smallest offloaded fraction that fits, or else the largest."""
+    """Return the estimate with the smallest offloaded fraction that fits; if none, the largest."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)

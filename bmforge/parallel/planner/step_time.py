@@ -192,7 +192,10 @@ def _zero_times(work: StepWork, cluster: Cluster, layout: Layout) -> tuple[float
 
 
 def _stage_link_time(work: StepWork, cluster: Cluster, layout: Layout) -> float:
-    """Return the seconds to send hidden states and gradients between stages, in slices."""
+    """Return the seconds to send hidden states and gradients between pipeline stages.
+
+    Each tensor-parallel rank sends a slice of them.
+    """
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth
