@@ -144,7 +144,7 @@ class Kernels:
         return out if self._pick(ctypes.byref(product), *index_arguments) else None
 
     def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """Quantize and pack an fp32 matrix (rows, columns); scales are fp32, ordered by panel."""
+        """Quantize and pack an fp32 matrix; return `PackedMatrix.packed` and fp32 `scales`."""
         rows, columns = matrix.shape
         shapes = packed_shapes(rows, columns, spec)
         packed = torch.empty(shapes["packed"], dtype=torch.uint8)
