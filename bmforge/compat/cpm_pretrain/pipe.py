@@ -76,7 +76,7 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that returns ``function(inputs)`` or, if layers are tied, ``function(shared, inputs)``."""
+    """Layer that returns ``function(inputs)``; for tied layers ``function(shared, inputs)``."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
