@@ -126,7 +126,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return its text, and True if an EOS token was generated."""
+        """Continue the tokens `start`; return the new text, and True if an EOS token ended it."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -142,7 +142,12 @@ class _Model:
         draw: Draw,
         penalties: Penalties,
     ) -> tuple[str, bool]:
-        """Encode `source`, and generate a continuation of the decoder tokens `start`."""
+        """Encode `source`, and generate a continuation of the decoder tokens `start`.
+
+        Args:
+            draw: sampling options.
+            penalties: frequency and presence penalty.
+        """
         config = complete_config(model, GenerationConfig(**draw))
         with evaluating(model), torch.no_grad():
             decoder = LoweredSeq2Seq(

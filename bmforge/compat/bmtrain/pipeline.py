@@ -107,7 +107,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Gather the rows of all processes of the pipeline; return them as micro-batches."""
+        """Gather the rows of all processes of the pipeline; return them as micro-batches.
+
+        Args:
+            hidden: hidden states.
+            others: further arguments of the blocks.
+            related: one flag per further argument, True if it has a batch dim; see `forward`.
+        """
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
@@ -295,7 +301,10 @@ class _Call:
                     tensor.grad = take_tokens(grad, config["pipe_comm"], 0)
 
     def _share(self, home: int, own: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Broadcast the outputs of stage `home` to all stages, with micro-batches concatenated."""
+        """Broadcast tensors of stage `home` to all stages, and concatenate the micro-batches.
+
+        `own` are this stage's tensors of each micro-batch; not used on other stages.
+        """
         is_here, link = home == self.owner.stage_id, self.owner._link
         parts = [
             share_from(home, own[number] if is_here else None, link)

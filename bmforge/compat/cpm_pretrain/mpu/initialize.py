@@ -57,7 +57,7 @@ class Groups:
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Store a mesh, whose process groups are used from now on."""
+        """Use the process groups of a mesh; `topology` is None without a pipeline."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)
