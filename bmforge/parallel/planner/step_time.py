@@ -103,7 +103,18 @@ def step_time(
     stages_per_rank: int = 1,
     engine: TrainingEngine = OURS,
 ) -> Times:
-    """Estimate the time of one optimizer step."""
+    """Estimate the time of one optimizer step.
+
+    Args:
+        work: work of one process.
+        cluster: devices and network.
+        layout: degrees of parallelism.
+        precision: fp32, bf16 or fp16.
+        recompute: whether blocks are recomputed in backward.
+        compiled: whether blocks are compiled.
+        stages_per_rank: pipeline stages per rank; more stages shorten the bubble.
+        engine: training engine whose collectives are counted.
+    """
     device, count = cluster.device, work.micro_batches
     products = _product_time(work.flops, device, precision)
     moved = _traffic_time(work.traffic_bytes, device, compiled)
