@@ -168,7 +168,10 @@ def _rows_at_once(matrix: Tensor) -> int:
 
 
 def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
-    """Pack freshly initialized rows of one matrix, or of each matrix of a stack."""
+    """Pack freshly initialized rows of one matrix, or of each matrix of a stack.
+
+    The first `outliers` columns become zero, because they are stored in 16 bits.
+    """
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)

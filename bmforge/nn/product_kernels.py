@@ -213,7 +213,7 @@ def runnable_variants() -> list[str]:
 
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Compile the matrix-product kernels, and `more` sources, for one instruction set."""
+    """Compile the matrix-product kernels, and `more` sources, for the instruction set `variant`."""
     folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
     flags = " ".join([_VARIANTS[variant][0], *_measured_flags()])
     return load_kernels_of(f"{title}-{variant}", folder, parts, flags)
