@@ -52,7 +52,7 @@ Table = Mapping[str, Sequence[Row]]
 
 @cache
 def load_table(package: str) -> Table:
-    """Return the table of an old package."""
+    """Return the table of an old package's public names, such as that of "bmtrain"."""
     return read_names((Path(__file__).parent / package / "names.txt").read_text("utf-8"))
 
 

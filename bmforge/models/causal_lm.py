@@ -305,7 +305,7 @@ class CausalLM(Model):
     def _find_balance(
         self, routed: list[Tensor], counted: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the load-balancing loss: a mean over MoE layers; equal expert counts are pooled.
+        """Compute the mean load-balancing loss of MoE layers; equal expert counts are pooled.
 
         Returns:
             this rank's part of the loss, the loss of all tokens, the number of labels of all ranks,

@@ -102,8 +102,8 @@ class CPM2(Seq2Seq):
     def init_std(self, name: str) -> float:
         """Return a parameter's initial std; residual projections are scaled by 1/sqrt(2 L).
 
-        The original's expert centroids are orthogonal vectors of norm 0.1; random vectors are
-        nearly orthogonal.
+        The rows of the router's weight are random vectors of norm about 0.1. In the original they
+        are orthogonal; random vectors are nearly so.
         """
         config = self.config
         if name.endswith("rel_bias.weight"):

@@ -216,7 +216,7 @@ class PackedReader:
         return values
 
     def _pack(self, described: nn.Module, owner: str, base: str) -> dict[str, Tensor]:
-        """Return a dict from name to tensor for one quantized weight or stack of experts."""
+        """Quantize the weight `owner`.`base`, or stack of experts; return a dict of its tensors."""
         store: Any = copy.copy(described)
         store._parameters = dict(described._parameters)
         is_stack = isinstance(described, (QuantizedExperts, PackedForeignExperts))

@@ -158,7 +158,7 @@ def _split_feed(spec: Any, new: LayerSizes, sizes: Sizes) -> MoESpec:
 
 
 def _rescale(scale: float, before: int, after: int) -> float:
-    """Return a scale proportional to 1/sqrt(width) for a different width; a scale of 1 is kept."""
+    """Return a muP scale, proportional to 1/sqrt(width), after a width changed; 1 stays 1."""
     return scale if scale == 1.0 else scale * math.sqrt(before / after)
 
 
@@ -182,7 +182,7 @@ def _find(model: Any, name: str) -> Block:
 
 
 def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> None:
-    """Raise `ConfigError` if new specs contradict what layers share, such as a position bias."""
+    """Raise `ConfigError` if new specs do not fit the position encoding or leave no attention."""
     rotary_dim = _rotary_dim(model)
     for name, spec in specs.items():
         stack = name.rpartition(".")[0]
@@ -283,7 +283,7 @@ def _keep_heads_(
     specs: tuple[AttentionSpec, AttentionSpec],
     rotary_dim: int,
 ) -> None:
-    """Copy the part of a parameter whose heads exist in the old and the new attention layer."""
+    """Copy the heads of the parameter `leaf` that exist in the old and the new attention."""
     module, _, kind = leaf.partition(".")
     if module == "sinks":  # one per head
         groups = [(s.num_kv_heads, s.num_heads // s.num_kv_heads) for s in specs]

@@ -38,8 +38,8 @@ class LayoutRules:
     """Sharding plan of a model, as module globs (see `surgery`).
 
     Args:
-        zero_units: modules whose parameters are all-gathered as one unit; all others belong to
-            the root unit.
+        zero_units: modules whose parameters are all-gathered as one unit; all other parameters
+            belong to the unit of the root module.
         recompute_units: modules whose activations can be recomputed in backward.
         tensor_parallel: tensor-parallel plan; empty if the family does not support it.
         stacks: containers of blocks, in execution order.

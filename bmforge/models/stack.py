@@ -228,7 +228,7 @@ def _stores(layers: nn.ModuleDict) -> bool:
 
 
 def _gather_logits(share: TokenAssignment, logits: list[Tensor], rows: int) -> list[Tensor]:
-    """All-gather the router logits of all layers in one collective; return (B * T, E) each."""
+    """All-gather all layers' router logits over the ranks of `share`; return (B * T, E) each."""
     if not logits:
         return []
     joined = share.gather(torch.cat(logits, -1).unflatten(0, (rows, -1))).flatten(0, 1)

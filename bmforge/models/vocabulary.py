@@ -151,7 +151,10 @@ def _check_tensor(
 
 @torch.no_grad()
 def _resize(model: Any, name: str, tensor: Tensor, axis: int, size: int, mean: bool) -> Tensor:
-    """Return a tensor with `size` entries along an axis; common entries are copied."""
+    """Return a tensor with `size` entries along an axis; common entries are copied.
+
+    New entries are the mean of the old ones or, if `mean` is False, initialized at random.
+    """
     shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
     data = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     count = min(size, tensor.shape[axis])

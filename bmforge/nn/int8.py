@@ -99,6 +99,11 @@ def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> 
     """Return the initialization and sharding of the scales.
 
     Scales are sharded like the rows, and replicated if the columns are sharded.
+
+    Args:
+        base: name of the unquantized weight.
+        shape: shape of this weight.
+        cuts: see `TensorNote`.
     """
     return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
 

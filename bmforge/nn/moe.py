@@ -92,7 +92,7 @@ def _run_limited(run: RunExperts, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _add_biases(x: Tensor, biases: Tensor | None, ends: Tensor) -> Tensor:
-    """Add each row's expert bias, from (E, F), to rows sorted by expert."""
+    """Add the experts' biases, (E, F), to rows sorted by expert; `ends` are the groups' ends."""
     if biases is None:
         return x
     numbers = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)

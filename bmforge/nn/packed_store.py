@@ -140,7 +140,7 @@ class PackedStore(nn.Module):
     def put_(
         self, prefix: str, source: PackedMatrix, panel: int = 0, number: int | None = None
     ) -> None:
-        """Copy panels that are already packed with the same scheme.
+        """Copy panels (blocks of 16 rows) that are already packed with the same scheme.
 
         Args:
             prefix: prefix of the parameters' names.
@@ -156,19 +156,22 @@ class PackedStore(nn.Module):
                 target.copy_(values.view(torch.uint8))
 
     def panels(self, name: str, first: int, count: int, number: int | None = None) -> Tensor:
-        """Return `count` panels of a parameter, beginning with panel `first`; see `put_`."""
+        """Return `count` panels (blocks of 16 rows) of a parameter, from panel `first` on."""
         target: Tensor = getattr(self, name).data
         target = target if number is None else target[number]
         return target[first : first + count]
 
 
 def _rows_at_once(matrix: Tensor) -> int:
-    """Return the number of rows to quantize at a time, a multiple of the panel size."""
+    """Return the number of rows to quantize at a time, a multiple of 16 (see `nn.packing`)."""
     return max(1, _ELEMENTS_AT_ONCE // matrix.shape[1] // PANEL_ROWS) * PANEL_ROWS
 
 
 def _packed_rows(key: str, spec: QuantSpec, outliers: int, rows: Tensor) -> Tensor:
-    """Pack freshly initialized rows of one matrix, or of each matrix of a stack."""
+    """Pack freshly initialized rows of one matrix, or of each matrix of a stack.
+
+    The first `outliers` columns become zero, because they are stored in 16 bits.
+    """
     if rows.dim() == 3:
         return torch.stack([_packed_rows(key, spec, outliers, matrix) for matrix in rows])
     rows = torch.cat((torch.zeros_like(rows[:, :outliers]), rows[:, outliers:]), 1)
@@ -319,7 +322,7 @@ class PackedRows:
 
     @property
     def rows_at_once(self) -> int:
-        """Number of rows to dequantize at a time, a multiple of the panel size."""
+        """Number of rows to dequantize at a time, a multiple of 16 (see `nn.packing`)."""
         return max(1, _NUMBERS_AT_ONCE // (self.store.columns * PANEL_ROWS)) * PANEL_ROWS
 
     def __getitem__(self, rows: slice) -> Tensor:

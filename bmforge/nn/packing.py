@@ -151,7 +151,7 @@ def find_preset(scheme: str | QuantSpec) -> QuantSpec:
 
 
 class PackedMatrix(NamedTuple):
-    """Tensors of a packed matrix.
+    """Tensors of a packed matrix; a panel is a block of 16 rows.
 
     Shape:
         packed: (panels, blocks, 64) uint8; scales and minima: (panels, groups, 16)
@@ -308,13 +308,13 @@ def _pad_rows(matrix: Tensor) -> Tensor:
 
 
 def by_panels(scales: Tensor) -> Tensor:
-    """Order scales (rows, G) by panel, group and row: (panels, G, 16)."""
+    """Order scales (rows, G) by panel (block of 16 rows), group and row: (panels, G, 16)."""
     padded = _pad_rows(scales)
     return padded.view(-1, PANEL_ROWS, scales.shape[1]).transpose(1, 2).contiguous()
 
 
 def pack_values(values: Tensor, spec: QuantSpec) -> Tensor:
-    """Pack integers into the bytes of the panel layout.
+    """Pack integers into bytes, in the layout that the module docstring describes.
 
     Shape:
         values: (rows, columns) int8; returns (panels, blocks, 64) uint8
@@ -336,7 +336,7 @@ def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
     """Unpack the integers of all rows, including padding rows.
 
     Shape:
-        packed: (panels, blocks, 64) uint8; returns (16 panels, columns) int8
+        packed: (panels, blocks, 64) uint8; returns (16 * panels, columns) int8
     """
     panels, blocks, _ = packed.shape
     parts = packed.view(panels, blocks, PANEL_ROWS, 4).transpose(1, 2)
@@ -347,7 +347,7 @@ def unpack_values(packed: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _by_rows(scales: Tensor, group: int) -> Tensor:
-    """Expand scales to one value per row and column, (16 panels, columns), in fp32."""
+    """Expand scales to one value per row and column, (16 * panels, columns), in fp32."""
     rows = scales.float().transpose(1, 2).reshape(-1, scales.shape[1])
     return rows.repeat_interleave(group, 1)
 

@@ -254,7 +254,7 @@ def _fill_slots_(
     build: Callable[[Any], nn.Module],
     name: str,
 ) -> None:
-    """Set the attribute `slot` of each named module to a new adapter."""
+    """Set the attribute `slot` of each named module, which must be a `kind`, to a new adapter."""
     refuse_name(name)
     modules = {n: model.get_submodule(n) for n in names}
     for n, module in modules.items():

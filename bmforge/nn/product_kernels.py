@@ -144,7 +144,7 @@ class Kernels:
         return out if self._pick(ctypes.byref(product), *index_arguments) else None
 
     def pack(self, matrix: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """Quantize and pack an fp32 matrix (rows, columns); scales are fp32, ordered by panel."""
+        """Quantize and pack an fp32 matrix; return `PackedMatrix.packed` and fp32 `scales`."""
         rows, columns = matrix.shape
         shapes = packed_shapes(rows, columns, spec)
         packed = torch.empty(shapes["packed"], dtype=torch.uint8)
@@ -213,7 +213,7 @@ def runnable_variants() -> list[str]:
 
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Compile the matrix-product kernels, and `more` sources, for one instruction set."""
+    """Compile the matrix-product kernels, and `more` sources, for the instruction set `variant`."""
     folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
     flags = " ".join([_VARIANTS[variant][0], *_measured_flags()])
     return load_kernels_of(f"{title}-{variant}", folder, parts, flags)

@@ -58,6 +58,11 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> TopKPr
 def compare_answers(logits: Tensor, answers: TopKPredictions, temperature: float = 1.0) -> Tensor:
     """Return KL(teacher || student) * T^2 per token; the tokens outside the top k are one class.
 
+    Args:
+        logits: logits of the student.
+        answers: predictions of the teacher.
+        temperature: divisor T of the logits.
+
     Shape:
         logits: (M, V); returns (M,)
     """

@@ -167,8 +167,12 @@ def _allow_in_blocks(p: _MaskInputs) -> Tensor:
     span = p.block + 2 * p.reach
 
     def cut(flags: Tensor, fill: int) -> tuple[Tensor, Tensor]:
-        """Split per-token flags by query block, (B, blocks, block), and by its keys, (B, blocks,
-        span).
+        """Split a tensor with one value per token by query block, and by the keys of each block.
+
+        Positions outside of the sequence get the value `fill`.
+
+        Shape:
+            flags: (B, T); returns (B, blocks, block) and (B, blocks, span)
         """
         own = F.pad(flags, (0, padding), value=fill)
         wide = F.pad(own, (p.reach, p.reach), value=fill)

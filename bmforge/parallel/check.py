@@ -82,17 +82,18 @@ def find_division(
     layout: Layout,
     rules: Rules | None,
     world: World,
-    half: tuple[str, bool],
+    compute: tuple[str, bool],
     need_blocks: bool,
     prefetch: int,
 ) -> Division:
     """Build the plan of `parallelize`, or raise one `ConfigError` that lists all problems.
 
     Args:
-        half: pair (compute precision of the blocks, True to upcast trained 16-bit parameters to
-            fp32 master weights).
+        compute: pair (compute precision of the blocks, True to upcast trained 16-bit parameters
+            to fp32 master weights).
+        need_blocks: True if an option such as recomputation needs repeated blocks.
     """
-    precision, master_weights = half
+    precision, master_weights = compute
     problems = layout.problems(world.size)
     rules = _rules_of(model, rules)
     units = _find_units(model, rules, problems)

@@ -82,8 +82,8 @@ def parallelize(
     _check_wrapping(offload_activations, compile)
     world = init_distributed()
     need_blocks = recompute or compile or offload_activations
-    half = (precision, master_weights)
-    division = find_division(model, layout, rules, world, half, need_blocks, prefetch)
+    compute = (precision, master_weights)
+    division = find_division(model, layout, rules, world, compute, need_blocks, prefetch)
     if master_weights:
         upcast_trained_(model, precision)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)

@@ -42,7 +42,10 @@ def make_contiguous_(model: nn.Module) -> None:
 def _mixed_units(
     named: dict[str, nn.Parameter], units: Sequence[Unit], master_weights: bool
 ) -> Iterator[str]:
-    """Yield a problem for every unit (or the root) whose trained parameters have several dtypes."""
+    """Yield a message for each unit whose trained parameters have several dtypes.
+
+    Parameters outside of all units belong to the unit of the root module.
+    """
     inside = [unit.name for unit in units if unit.is_gathered]
     examples: dict[str, dict[str, str]] = {}
     for name, parameter in named.items():
@@ -63,7 +66,7 @@ def _mixed_units(
 
 
 def _shared_memory(named: dict[str, nn.Parameter]) -> Iterator[str]:
-    """Yield a problem for every non-contiguous parameter that shares memory with another one."""
+    """Yield a message for each non-contiguous parameter that shares memory with another one."""
     for name, parameter in named.items():
         if parameter.is_contiguous():
             continue

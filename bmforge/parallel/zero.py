@@ -1,4 +1,4 @@
-"""ZeRO-2, ZeRO-3 and HSDP: one sharded unit per block, all other parameters in the root unit.
+"""ZeRO-2, ZeRO-3 and HSDP: one sharded unit per block, and one for all other parameters.
 
 Source: Rajbhandari et al., "ZeRO" (2020); implemented with torch's `fully_shard` (FSDP2).
 """

@@ -149,7 +149,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _count_costs(block: nn.Module) -> dict[str, Half]:
-    """Return the parameter counts of a block's sublayers, each with a norm (one vector)."""
+    """Return the parameters of each sublayer of a block: those of its norm, and per unit."""
     halves = {}
     if _has(block, _LAYERS["heads"]):
         layer: Any = block.get_submodule("self_att.self_attention")
@@ -173,11 +173,12 @@ def _blend(
 
 
 def _clear_(layer: Any, closed: Tensor) -> None:
-    """Set the weight columns of pruned units to zero; with a single unit, also the bias.
+    """Set the weight columns of pruned heads or features to zero, in place.
 
     Args:
         layer: output projection of a sublayer.
-        closed: True for units whose gate is closed; a single unit is the whole layer.
+        closed: (units,), True for pruned units, each of which has the same number of adjacent
+            columns. With a single unit, which is the whole sublayer, the bias is set to zero too.
     """
     bias = layer._parameters.get("bias") if len(closed) == 1 else None
     for parameter in (layer._parameters["weight"], bias):

@@ -78,7 +78,7 @@ class ConfigParser:
 
 
 def check_cook_config(raw: Any) -> dict[str, Any]:
-    """Check a config, and return it with all keys in their current spelling.
+    """Check a config; return it with default values, and old key names replaced by current ones.
 
     Raises:
         ConfigError: the config has unknown or conflicting keys.
@@ -118,7 +118,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
 
 
 def _check_sprune(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the ``sprune`` settings, and return them with all keys in their current spelling."""
+    """Check the ``sprune`` settings; add defaults, and replace old key names by current ones."""
     out = copy.deepcopy(dict(_SPRUNE))
     for key, value in values.items():
         name, turn = _OLDER.get(key, (key, lambda same: same))
@@ -247,7 +247,13 @@ def _distill_table(section: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 
 def _deepen(model: Any, text: str) -> Any:
-    """Return the model, or a deeper one on the meta device if `text` names layers it lacks."""
+    """Return a model that has all layers named in `text`, to look up names of a deeper teacher.
+
+    Args:
+        model: returned unchanged if it has enough layers; otherwise a deeper model of its family
+            is built on the meta device.
+        text: module names, of which those of layers contain ``layers.INDEX``.
+    """
     depth = 1 + max(map(int, re.findall(r"layers\.(\d+)", text)), default=0)
     if not isinstance(model, Model) or depth <= model.config.num_layers:
         return model

@@ -119,6 +119,6 @@ def _tuples(section: Any) -> dict[str, Any]:
 
 
 def _zoo_model(model: nn.Module) -> Model | None:
-    """Return a bmforge model, also from inside a ModelCenter class; None for other models."""
+    """Return `model` if it is a bmforge model, or the one that it wraps; None if neither."""
     inner = model if isinstance(model, Model) else getattr(model, "model", None)
     return inner if isinstance(inner, Model) else None

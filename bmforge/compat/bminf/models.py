@@ -82,8 +82,8 @@ class _Model:
             `memory_limit`.
         memory_limit: limit on the weights in bytes (default: free memory). The sum of the two
             limits is the engine's memory budget.
-        version: directory or hub id of the model, with or without ``file://`` (default: a
-            directory with the name of BMInf's last version).
+        version: directory or hub id of the model, with or without ``file://`` (default: the
+            name of the last version that BMInf published, as a local directory).
 
     Raises:
         ConfigError: the model does not exist or is of another family, or a limit is too small.
@@ -126,7 +126,7 @@ class _Model:
     def _write(
         self, model: Any, decoder: Decoder, start: Sequence[int], config: GenerationConfig
     ) -> tuple[str, bool]:
-        """Generate a continuation; return its text, and True if an EOS token was generated."""
+        """Continue the tokens `start`; return the new text, and True if an EOS token ended it."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
         with evaluating(model), torch.no_grad():
@@ -142,7 +142,12 @@ class _Model:
         draw: Draw,
         penalties: Penalties,
     ) -> tuple[str, bool]:
-        """Encode `source`, and generate a continuation of the decoder tokens `start`."""
+        """Encode `source`, and generate a continuation of the decoder tokens `start`.
+
+        Args:
+            draw: sampling options.
+            penalties: frequency and presence penalty.
+        """
         config = complete_config(model, GenerationConfig(**draw))
         with evaluating(model), torch.no_grad():
             decoder = LoweredSeq2Seq(

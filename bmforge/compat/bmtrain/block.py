@@ -208,6 +208,8 @@ def _check(module: nn.Module) -> None:
 def _shard_(module: nn.Module, frees: bool) -> None:
     """Shard with `fully_shard` the largest group of parameters with the same dtype and mesh.
 
+    With `frees`, gathered parameters are freed after forward (ZeRO-3).
+
     `fully_shard` accepts only one dtype and mesh; the few other parameters are gathered by the
     modules that own them.
     """

@@ -52,7 +52,10 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[R
 
 
 def _measure_grad(tensor: Tensor, collect: Callable[[Tensor], Tensor]) -> Row:
-    """Return statistics of a gradient; zeros if only other processes have it, None if none has."""
+    """Return the mean and standard deviation of a gradient; None if no process has the gradient.
+
+    `collect` gathers the gradient over the processes; a process without gradient adds zeros.
+    """
     if not any(allgather_objects(tensor.grad is not None)):
         return {"grad_std": None, "grad_mean": None}
     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

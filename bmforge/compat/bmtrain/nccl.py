@@ -49,7 +49,10 @@ def _flat(storage: Any) -> Tensor:
 
 
 def _pair(src: Any, dst: Any, src_parts: int = 1, dst_parts: int = 1) -> tuple[Tensor, Tensor]:
-    """Return source and destination as flat tensors, after checking their dtypes and sizes."""
+    """Return source and destination as flat tensors, after checking their dtypes and sizes.
+
+    `dst` must have ``dst_parts / src_parts`` times as many elements as `src`.
+    """
     source, destination = _flat(src), _flat(dst)
     if (
         source.dtype != destination.dtype

@@ -297,7 +297,7 @@ class _Method:
         return self._function(param)
 
     def __reduce__(self) -> Any:
-        """Pickle the wrapper only; the tensor is not pickled."""
+        """Pickle only the function: a weak reference to the parameter cannot be pickled."""
         return type(self), (self._function,)
 
 

@@ -107,7 +107,13 @@ class PipelineTransformerBlockList(TransformerBlockList):
     def _cut(
         self, hidden: tuple[Any, ...], others: tuple[Any, ...], related: Sequence[bool]
     ) -> list[list[Any]]:
-        """Gather the rows of all processes of the pipeline; return them as micro-batches."""
+        """Gather the rows of all processes of the pipeline; return them as micro-batches.
+
+        Args:
+            hidden: hidden states.
+            others: further arguments of the blocks.
+            related: one flag per further argument, True if it has a batch dim; see `forward`.
+        """
         micros, group = config["micros"], config["pipe_comm"]
         rows = hidden[0].shape[0]
         if rows * self.stages % micros or micros % self.stages:
@@ -173,11 +179,11 @@ class _Record:
 
     Args:
         stage: pipeline stage of the block.
-        index: index among the records of the stage.
+        index: index among the recorded tensors of the stage.
         name: name of the tensor; None for a block's input.
         group: group of the tensor.
         requires_grad: True if the tensor has a gradient.
-        tensor: this process's rows, recorded after the call.
+        tensor: this process's rows, set after the forward pass.
     """
 
     stage: int
@@ -203,7 +209,11 @@ class _Call:
     recorded: list[_Record] = field(default_factory=list)  # of all stages
 
     def run(self, trains: bool) -> list[Tensor]:
-        """Run forward; return the outputs for all rows, followed by the records of each block."""
+        """Run forward; return the outputs for all rows, then the recorded tensors of all blocks.
+
+        Args:
+            trains: True if a backward pass follows.
+        """
         owner, stage = self.owner, self.owner.stage_id
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:
@@ -260,7 +270,7 @@ class _Call:
         return outputs
 
     def _parts(self, record: _Record, of_grad: bool = False) -> list[tuple[Tensor]]:
-        """Return a record's tensors or gradients, one per micro-batch; [] on other stages."""
+        """Return a recorded tensor, or its gradient, per micro-batch; [] on other stages."""
         if record.stage != self.owner.stage_id:
             return []
         parts = [records[record.index]["tensor"] for records in self.records]
@@ -270,7 +280,7 @@ class _Call:
         return [(torch.atleast_1d(t),) for t in parts]
 
     def record_own(self, own: list[Tensor]) -> list[Tensor]:
-        """Pass the tensors of named records to `record_tensor`; return those of block inputs.
+        """Record the named tensors with `record_tensor`; return the inputs of blocks.
 
         Args:
             own: this process's rows of each recorded tensor.
@@ -291,7 +301,10 @@ class _Call:
                     tensor.grad = take_tokens(grad, config["pipe_comm"], 0)
 
     def _share(self, home: int, own: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-        """Broadcast the outputs of stage `home` to all stages, with micro-batches concatenated."""
+        """Broadcast tensors of stage `home` to all stages, and concatenate the micro-batches.
+
+        `own` are this stage's tensors of each micro-batch; not used on other stages.
+        """
         is_here, link = home == self.owner.stage_id, self.owner._link
         parts = [
             share_from(home, own[number] if is_here else None, link)

@@ -67,7 +67,7 @@ def save(model: nn.Module, file_name: str | Path, non_blocking: bool = False) ->
 
 
 class Writing(threading.Thread):
-    """Thread that writes a file; `finish` raises its error."""
+    """Background thread that writes a checkpoint; `finish` raises the error if writing failed."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="bmforge save")
@@ -96,7 +96,7 @@ def _finish_writing() -> None:
 
 
 def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
-    """Collect a state dict, on the CPU if `keeps`, otherwise with tensors on the meta device."""
+    """Return the state dict that `collect` builds, on the CPU if `keeps`, else on `meta`."""
     config.keeps_whole = keeps
     try:
         state = collect()

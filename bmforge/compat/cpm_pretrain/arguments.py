@@ -28,13 +28,13 @@ class Argument:
     """Replacement of one argument of CPM-Pretrain.
 
     Args:
-        fields: paths of the recipe's config fields; a name that begins with ``--`` is an option of
-            `bmforge train`, or of torchrun if `note` says so. Empty if the argument has no
-            replacement.
+        fields: replacements: paths of config fields, such as "train.steps", or options
+            (``--name``) of `bmforge train`, or of torchrun if `note` says so. Empty if there are
+            none.
         note: how the value changes, or why there is no field.
         only: "gpt2" or "t5" if only that recipe has the fields.
         type: "int", "float" or "str".
-        value: value of the field, for an argument without a value.
+        value: value to which the field is set if the old argument is a flag.
         converts: "alone" if the value is copied to the first field, "jointly" if it is converted
             together with other arguments, "" if it needs no conversion.
     """

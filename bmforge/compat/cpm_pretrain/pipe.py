@@ -76,7 +76,7 @@ class StageOutput(NamedTuple):
 
 
 class _Place(nn.Module):
-    """Layer that calls a function with its input, after the shared layer of a tied position."""
+    """Layer that returns ``function(inputs)``; for tied layers ``function(shared, inputs)``."""
 
     def __init__(self, function: Callable[..., Any], shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -180,7 +180,12 @@ class PipelineModule(nn.Module):
 
 
 def _to_stage_tensors(value: Any, number: int) -> tuple[Tensor, ...]:
-    """Convert a layer's output to tensors for the next stage."""
+    """Convert a layer's output to tensors for the next stage.
+
+    Args:
+        value: output of the stage's last layer.
+        number: index of the next layer, for the error message.
+    """
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise ShapeError(

@@ -104,13 +104,13 @@ class Timers:
     def write(
         self, names: Iterable[str], writer: Any, iteration: int, normalizer: float = 1.0
     ) -> None:
-        """Write the accumulated seconds to a TensorBoard writer."""
+        """Write the accumulated seconds, divided by `normalizer`, to a TensorBoard writer."""
         for name in names:
             value = self(name).elapsed(reset=False) / normalizer
             writer.add_scalar(f"{name}_time", value, iteration)
 
     def log(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print the accumulated milliseconds on rank 0."""
+        """Print the accumulated milliseconds, divided by `normalizer`, on rank 0."""
         entries = [f"{n}: {self(n).elapsed(reset) * 1e3 / normalizer:.2f}" for n in names]
         print_rank_0(f"time (ms) | {' | '.join(entries)}")
 

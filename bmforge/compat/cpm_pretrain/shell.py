@@ -72,7 +72,7 @@ class Script:
         return "".join(out)
 
     def _value(self, text: str, at: int) -> tuple[str, int]:
-        """Return the value of the expansion that begins with "$", and the position after it."""
+        """Return the value of the expansion whose "$" is at index `at`, and the index after it."""
         tail = text[at:]
         if tail.startswith("$((") and "))" in tail:
             end = tail.index("))")

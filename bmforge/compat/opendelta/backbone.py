@@ -130,7 +130,12 @@ def old_tensors(backbone: nn.Module, delta: AttachedDelta) -> dict[str, Tensor]:
 
 
 def _old_value(backbone: nn.Module, own_name: str, old_name: str, value: Tensor) -> Tensor:
-    """Convert a tensor to OpenDelta's format: prefix heads concatenated, base bias added."""
+    """Convert a tensor to OpenDelta's format: prefix heads concatenated, base bias added.
+
+    Args:
+        own_name: name of the tensor in bmforge.
+        old_name: name of the tensor in OpenDelta's files.
+    """
     if old_name.endswith(("prefix.past_key", "prefix.past_value")) and value.dim() == 3:
         return value.transpose(0, 1).flatten(1)
     bias = _own_bias(backbone, own_name, old_name)

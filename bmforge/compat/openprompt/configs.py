@@ -243,7 +243,7 @@ class _Reader:
                 self.out.values.pop(field, None)
 
     def place_setting(self) -> None:
-        """Convert the number of examples and the calibration."""
+        """Convert the learning setting (few-shot, zero-shot or full data) and the calibration."""
         setting = str(self.take("learning_setting", "full")).replace("-", "_")
         self.take("few_shot.few_shot_sampling")
         shots = self.take("sampling_from_train.num_examples_per_label", 10)

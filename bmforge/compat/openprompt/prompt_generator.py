@@ -151,7 +151,7 @@ class VerbalizerGenerator(_Generator):
 
     @torch.no_grad()
     def register_buffer(self, batch: Any) -> None:
-        """Register the logits at the masks of a batch of labeled examples."""
+        """Store the labels of a batch of examples, and their logits at the mask positions."""
         with evaluating(self.model):
             answers = PromptModel(self.model, torch.nn.Identity()).look(batch, hidden=False)
         self._logits.append(answers.logits[:, 0])

@@ -91,7 +91,7 @@ class ManualTemplate(nn.Module):
                 self.soft_embedding = core._prompt
 
     def from_file(self, path: str, choice: int = 0) -> Self:
-        """Read the template text from a line of a file; return the template."""
+        """Read the template text from line `choice` of a file; return the template."""
         self.text = read_template(path, choice)
         return self
 

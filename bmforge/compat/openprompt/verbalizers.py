@@ -210,7 +210,7 @@ class AutomaticVerbalizer(ManualVerbalizer):
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def register_buffer(self, *arguments: Any, **options: Any) -> None:
-        """Store the logits at the masks and the labels of examples.
+        """Store the labels of examples, and their logits at the mask positions.
 
         If the first argument is a name, call `torch.nn.Module.register_buffer`.
         """

@@ -137,7 +137,7 @@ class TokenizerWrapper:
 
 
 def _define(name: str, asking: str, models: str) -> type[TokenizerWrapper]:
-    """Create the wrapper class of a prompting mode."""
+    """Create the wrapper class of the prompting mode `asking`; `models` describes its models."""
     attributes = {"__doc__": f"Wrapper for {models}.", "__module__": __name__, "asking": asking}
     return type(name, (TokenizerWrapper,), attributes)
 

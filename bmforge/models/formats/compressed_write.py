@@ -208,7 +208,7 @@ def find_zero_points(store: MatrixStore) -> Tensor | None:
 
 
 def _form_of(spec: QuantSpec) -> tuple[int, int, bool]:
-    """Return the bits, the group size, and True if activations are int8 and scales per row."""
+    """Return the bits, the group size, and True for int8 activations with a scale per row."""
     return spec.bits, spec.group_size, not spec.group_size and spec.activations == "int8"
 
 

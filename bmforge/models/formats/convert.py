@@ -195,7 +195,14 @@ def find_companions(directory: Path) -> list[str]:
 
 
 def copy_companion(source: Path, target: Path, name: str, replaces: bool = False) -> None:
-    """Copy a file of `find_companions`; `replaces` allows replacing a file of the target."""
+    """Copy a file that `find_companions` lists, such as a tokenizer file, to another directory.
+
+    Args:
+        source: directory of the model.
+        target: directory to copy to.
+        name: path of the file, relative to both directories.
+        replaces: overwrite an existing file, which is otherwise kept.
+    """
     (target / name).parent.mkdir(parents=True, exist_ok=True)
     if replaces or not (target / name).exists():
         shutil.copyfile(source / name, target / name)

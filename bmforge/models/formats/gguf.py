@@ -191,7 +191,7 @@ class GgufFile(CheckedFile):
     def _read_span(
         self, file: BinaryIO, entry: GgufTensor, numbers: Tensor, target: Tensor
     ) -> None:
-        """Read rows that are close together in the file into `target` (R, bytes), in one read."""
+        """Read the rows with ascending indices `numbers` into `target` (R, bytes), in one read."""
         if not len(numbers):
             return
         size, first = target.shape[1], int(numbers[0])

@@ -234,7 +234,10 @@ def _place_post_norm(name: str, num_layers: int) -> str:
 def _check_fit(
     model: Model, sources: Mapping[str, str], tensors: Mapping[str, Tensor], directory: Path
 ) -> None:
-    """Raise an error for missing, unexpected or wrongly shaped tensors; log ignored ones."""
+    """Raise an error for missing, unexpected or wrongly shaped tensors; log ignored ones.
+
+    `sources` maps bmforge's parameter names to ModelCenter's.
+    """
     shapes = {sources[name]: tuple(p.shape) for name, p in model.named_parameters()}
     missing = [name for name in shapes if name not in tensors]
     wrong = [

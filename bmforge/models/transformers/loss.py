@@ -149,7 +149,10 @@ class LanguageLoss:
     def _whole(
         self, arguments: dict[str, Any], targets: Tensor, num_items: float | Tensor, own: Tensor
     ) -> Tensor:
-        """Compute the loss from all logits at once, including the weighted load-balancing loss."""
+        """Compute the loss from all logits at once, including the weighted load-balancing loss.
+
+        `own` is the number of labels in this micro-batch.
+        """
         out = self.foreign(**call_arguments(self.foreign, arguments, cached=False))
         logits = out.logits[:, -targets.shape[1] :]  # GIT has those of image patches before them
         loss = sum_cross_entropy(logits, targets) / num_items

@@ -143,7 +143,7 @@ def find_stored_names(module: Any) -> StoredNames:
 def _owners(
     module: Any, stored: Mapping[str, Tensor], first: Mapping[int, str]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Return a dict from the id of each parameter's storage to (name, tensor)."""
+    """Return a dict from the id of each tensor's storage to (parameter name, stored tensor)."""
     state = module.state_dict(keep_vars=True)
     return {
         tensor.untyped_storage()._cdata: (first[id(state[name])], tensor)

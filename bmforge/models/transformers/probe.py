@@ -182,7 +182,7 @@ def _observe_use(small_copy: Any, ids: Tensor, **options: Tensor) -> tuple[Tenso
 
 
 def _runs_without_reads(small_copy: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
-    """Return True if the logits stay the same when reads of `weight` by other modules get None."""
+    """Return True if the logits stay the same when other modules read None from `weight`."""
     try:
         with noting_reads(small_copy, hidden=True):
             return torch.equal(_run(small_copy, ids, **options), logits)

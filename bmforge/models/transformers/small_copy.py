@@ -1,8 +1,9 @@
 """Builds a small copy of a transformers model, with random weights; used by `probe.py`.
 
-Whether an architecture separates packed documents or calls a layer depends on its code and config
-flags, not on its sizes. A small copy shows this in milliseconds, before weights are loaded, and
-with the same result on every process of any layout.
+Whether an architecture keeps packed documents apart in attention, and which of its layers it never
+calls, depends on its code and config flags, not on its sizes. A small copy shows this in
+milliseconds, before weights are loaded, and with the same result on every rank of any parallel
+layout.
 """
 
 from __future__ import annotations
@@ -217,9 +218,10 @@ def _smaller(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _first_of_each(values: list[Any], keeps_kinds: bool) -> list[Any]:
-    """Shorten a config field with one value per layer to `LAYERS` values: the first ones.
+    """Return the first `LAYERS` values of a config field that has one value per layer.
 
-    With `keeps_kinds`, values that would then be missing replace the last of them.
+    With `keeps_kinds`, values that occur only in later layers replace the last of these values, so
+    that the small copy has every kind of layer.
     """
     short = values[:LAYERS]
     missing: list[Any] = []  # values may be lists, which have no hash

@@ -1,9 +1,9 @@
 """Runs a range of a transformers model's blocks, as one stage of a pipeline.
 
-transformers' own forward runs on every stage and computes masks, rotary tables and head. During the
-call, stand-ins replace the blocks of other stages: the stand-in before this stage's first block
-returns the activations of the previous stage, and the stand-in after this stage's last block ends
-the call. On later stages, a stand-in for the embedding returns zeros, which must not affect the
+transformers' own forward runs on every stage and computes masks, rotary tables and head. Meanwhile,
+stand-ins replace the blocks of other stages: the stand-in before this stage's first block returns
+the activations of the previous stage, and the stand-in after this stage's last block ends the
+forward pass. On later stages, a stand-in for the embedding returns zeros, which must not affect the
 result. Whether an architecture can be split in this way is tested on a small copy of the model (see
 `probe.py`).
 """
@@ -36,7 +36,7 @@ _ATOL = 1e-5
 
 
 class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
-    """Exception that ends the forward of a stage; `carry` is the input of the next stage."""
+    """Exception that ends the forward pass of a stage; `carry` is the next stage's input."""
 
     def __init__(self, carry: Tensor) -> None:
         super().__init__("the last block of the stage")
@@ -78,7 +78,7 @@ class _OtherBlock(_StandIn):
         source: the replaced block.
         outputs: length of the tuple that the block returns; 0 if it returns a tensor.
         value: activations to return; if None, the input is returned.
-        ends: True if the call ends at this block.
+        ends: True to end the forward pass here, since the stage runs no later block.
     """
 
     def __init__(self, source: nn.Module, outputs: int, value: Tensor | None, ends: bool) -> None:

@@ -85,7 +85,7 @@ def join_parts(
     part, stats, out, parts,
     K: tl.constexpr, GROUP: tl.constexpr, BR: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of `attend_pages` to the output, (rows, K * GROUP, H)."""
+    """Combine the results `part` and `stats` of `attend_pages` to `out`, (rows, K * GROUP, H)."""
     row, head = tl.program_id(0), tl.program_id(1)
     r, h = tl.arange(0, BR), tl.arange(0, BH)
     in_head = h < H

@@ -17,7 +17,7 @@ def multiply_panels(
     PLAIN: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, EMULATE: tl.constexpr,
     STAGES: tl.constexpr, C: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply tokens `t` by Q panels and add the bias; return (T, 16 * Q) in fp32."""
+    """Multiply tokens `t` by Q panels of 16 rows and add the bias; return (T, 16 * Q) in fp32."""
     at = tl.minimum(t, tokens - 1)
     if KIND == "few":
         total = multiply_few(

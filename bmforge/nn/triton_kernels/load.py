@@ -84,7 +84,7 @@ def _checked(
     find: Callable[[TritonKernels, torch.device], str],
     task: str,
 ) -> TritonKernels | None:
-    """Return the kernels if `find` finds no difference; otherwise warn and return None."""
+    """Return the kernels if `find` finds no difference to the CPU; else warn and return None."""
     difference = find(kernels, device)
     if difference:
         say_once(

@@ -95,7 +95,7 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
 
 @jit
 def load_inside(address, inside, EVEN: tl.constexpr):
-    """Load values, with 0 for groups beyond the last one; EVEN loads without a mask."""
+    """Load the values for which `inside` is true, else 0; EVEN: all are, and no mask is used."""
     if EVEN:
         return tl.load(address)
     else:
@@ -107,12 +107,14 @@ def load_scales(
     scales, g, panel, GROUPS: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
     Q: tl.constexpr, end, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of C groups of Q panels from `panel` on, (C, Q * 16) in fp32.
+    """Load fp32 scales, (C, Q * 16), of C quantization groups of Q panels (blocks of 16 rows).
 
     Args:
+        g: indices of the groups; groups from GROUPS, their number, on get the scale 0.
+        panel: index of the first panel.
         PAIRS: scales are fp16, passed as 32-bit words with two scales each. Loads below four bytes
             per thread are not asynchronous, so every iteration of the loop would wait for them.
-        end: number of panels; scales of later ones are 0.
+        end: number of panels of the matrix; scales of later ones are 0.
         FULL: `end` is a multiple of Q.
     """
     EVEN: tl.constexpr = GROUPS % C == 0 and FULL
@@ -267,11 +269,12 @@ def multiply_tiles(
     PAIRS: tl.constexpr, STAGES: tl.constexpr, C: tl.constexpr, Q: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply at least 16 tokens by Q weight panels on int8 tensor cores; return (T, 16 * Q).
+    """Multiply at least 16 tokens by Q panels (16 rows each) on int8 tensor cores.
 
-    Each iteration multiplies C groups. The args are those of `multiply_few`, but `packed` is
-    (panels, blocks, 64) uint8 and `values` is (tokens, K) int8. Panels from `end` on are 0; FULL
-    means that there are none.
+    Returns (T, 16 * Q). Each iteration multiplies C groups. The args are those of `multiply_few`,
+    but `packed` is (panels, blocks, 64) uint8 and `values` is (tokens, K) int8. `end` is the
+    number of panels of the matrix; the result is 0 for panels from there on. With FULL there are
+    none.
     """
     GROUPS: tl.constexpr = K // G
     B: tl.constexpr = G * BITS // 32
@@ -316,7 +319,7 @@ def dequantize(
     N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr,
     BB: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize BB blocks of one panel to the output's dtype, (N, K), like `unpack_matrix`."""
+    """Dequantize BB blocks of one panel of 16 rows into `out`, (N, K), like `unpack_matrix`."""
     BLOCKS: tl.constexpr = K * BITS // 32
     COLUMNS: tl.constexpr = BB * 32 // BITS
     panel = tl.program_id(0).to(tl.int64)

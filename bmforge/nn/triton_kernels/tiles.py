@@ -20,7 +20,7 @@ class Tile(NamedTuple):
         tokens: tokens per program.
         stages: stages of the pipelined loop.
         per_iteration: groups per iteration, or blocks if the kind is "wide".
-        panels: panels per program.
+        panels: panels (blocks of 16 rows) per program.
         warps: warps per program.
     """
 

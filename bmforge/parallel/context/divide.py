@@ -177,7 +177,7 @@ def _mix_gathered(
     *prefix: Pair,
     is_plain: bool = True,
 ) -> Tensor:
-    """Compute attention of this rank's queries over the all-gathered keys and values.
+    """Compute attention, with `inner`, of this rank's queries over all-gathered keys and values.
 
     Causal attention needs an explicit mask only with dropout or logit soft-capping (`is_plain` is
     False); otherwise it is computed in tiles.

@@ -140,7 +140,10 @@ class PipelinedModel:
         return self.mesh["pp"].get_group()
 
     def _all_sets(self, owners: Sequence[int]) -> list[list[int]]:
-        """Return all sets of ranks that share modules or parameters (equal on every rank)."""
+        """Return all sets of ranks that share modules or parameters (equal on every rank).
+
+        `owners` contains the pipeline rank of every stage.
+        """
         sets = {tuple(sorted({owners[s] for s in homes})) for homes in self.cutting.homes.values()}
         return [list(ranks) for ranks in sorted(sets) if len(ranks) > 1]
 

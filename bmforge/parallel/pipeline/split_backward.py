@@ -174,7 +174,14 @@ def _reachable(
 def _group(
     leaves: Iterable[Node], above: Mapping[Node, list[Node]], path: set[Node], loose: set[Node]
 ) -> list[_Group]:
-    """Group weights (`leaves`) that have a common split node or output outside the path."""
+    """Group weights whose gradients come from a common split node or output.
+
+    Args:
+        leaves: nodes of the weights.
+        above: reversed graph; see `_reverse`.
+        path: nodes between the inputs and the outputs of the stage.
+        loose: outputs that are not on this path.
+    """
     groups: dict[Node, _Group] = {}  # by split node or output
     for leaf in leaves:
         reached = _reachable([leaf], above, path)

@@ -92,7 +92,14 @@ def _best_cut(
     cost_of: Callable[[int, int], float],
     join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
-    """Find the partition of lowest cost by dynamic programming; return cost and stage sizes."""
+    """Find the partition of lowest cost by dynamic programming; return cost and stage sizes.
+
+    Args:
+        count: number of blocks.
+        stages: number of stages.
+        cost_of: function (first block, end) -> cost of a stage with these blocks.
+        join: function (cost of the earlier stages, cost of a stage) -> total cost.
+    """
     # best[s][n]: cost of s stages over the first n blocks, and the first block of the last stage.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):

@@ -188,13 +188,13 @@ class _LayoutEstimator:
 
     def _find_rows(self, layout: Layout) -> Iterator[PlanRow]:
         """Yield the best estimate of a layout, and one with recompute if that could be faster."""
-        share = self._rows_of_a_process(layout)
-        plain = self._best(layout, False, share)
+        process_rows = self._rows_of_a_process(layout)
+        plain = self._best(layout, False, process_rows)
         yield plain
         # With all rows in one micro-batch, or the shortest bubble, recompute gains nothing.
-        at_best = plain.choice.rows == _largest(layout, share)
+        at_best = plain.choice.rows == _largest(layout, process_rows)
         if not (at_best and plain.fits and not plain.choice.offloaded):
-            yield self._best(layout, True, share)
+            yield self._best(layout, True, process_rows)
 
     def _rows_of_a_process(self, layout: Layout) -> int:
         batch = self.request.batch
@@ -208,7 +208,7 @@ class _LayoutEstimator:
             )
         return batch // replicas
 
-    def _best(self, layout: Layout, recompute: bool, share: int) -> PlanRow:
+    def _best(self, layout: Layout, recompute: bool, process_rows: int) -> PlanRow:
         """Return the fastest estimate that fits; if none fits, the one that lacks the least memory.
 
         The largest micro-batch that fits is searched twice: with the optimizer on the device, and
@@ -218,7 +218,7 @@ class _LayoutEstimator:
         axes = recompute, layout.tp, layout.cp
         for offloaded in (0.0, 1.0) if self.request.offload else (0.0,):
             rows = self._expect(
-                TrainingSetup(layout, _largest(layout, share), recompute, offloaded)
+                TrainingSetup(layout, _largest(layout, process_rows), recompute, offloaded)
             )
             while True:
                 if rows not in tried:
@@ -229,7 +229,7 @@ class _LayoutEstimator:
                 if rows == 1 or (row.fits and row.choice.offloaded <= offloaded):
                     break
                 rows //= 2
-            if not row.traced or (rows == _largest(layout, share) and row.fits):
+            if not row.traced or (rows == _largest(layout, process_rows) and row.fits):
                 break
         return min(tried.values(), key=_rank)
 
@@ -245,12 +245,14 @@ class _LayoutEstimator:
         return rows
 
 
-def _largest(layout: Layout, share: int) -> int:
+def _largest(layout: Layout, process_rows: int) -> int:
     """Return the fastest micro-batch size, a power of two, regardless of memory.
+
+    `process_rows` is the number of sequences per step and data-parallel process.
 
     In a pipeline this size is 1, because the bubble is proportional to the micro-batch size.
     """
-    return 1 if layout.pp > 1 else share & -share
+    return 1 if layout.pp > 1 else process_rows & -process_rows
 
 
 def explain_refusal(request: PlanRequest, refused: Sequence[tuple[Layout, str]]) -> str:
@@ -304,7 +306,7 @@ def sensible_layouts(request: PlanRequest) -> Iterator[Layout]:
 
 
 def _fitting(estimator: Estimator, choice: TrainingSetup) -> PlanRow:
-    """Return the estimate with the smallest offloaded fraction that fits, or else the largest."""
+    """Return the estimate with the smallest offloaded fraction that fits; if none, the largest."""
     room = estimator.request.cluster.device.memory_bytes
     most = replace(choice, offloaded=1.0 if estimator.request.offload else 0.0)
     least = estimator.least_static(most)

@@ -103,7 +103,18 @@ def step_time(
     stages_per_rank: int = 1,
     engine: TrainingEngine = OURS,
 ) -> Times:
-    """Estimate the time of one optimizer step."""
+    """Estimate the time of one optimizer step.
+
+    Args:
+        work: work of one process.
+        cluster: devices and network.
+        layout: degrees of parallelism.
+        precision: fp32, bf16 or fp16.
+        recompute: whether blocks are recomputed in backward.
+        compiled: whether blocks are compiled.
+        stages_per_rank: pipeline stages per rank; more stages shorten the bubble.
+        engine: training engine whose collectives are counted.
+    """
     device, count = cluster.device, work.micro_batches
     products = _product_time(work.flops, device, precision)
     moved = _traffic_time(work.traffic_bytes, device, compiled)
@@ -192,7 +203,10 @@ def _zero_times(work: StepWork, cluster: Cluster, layout: Layout) -> tuple[float
 
 
 def _stage_link_time(work: StepWork, cluster: Cluster, layout: Layout) -> float:
-    """Return the seconds to send hidden states and gradients between stages, in slices."""
+    """Return the seconds to send hidden states and gradients between pipeline stages.
+
+    Each tensor-parallel rank sends a slice of them.
+    """
     size = layout.tp * work.shards
     bandwidth = _bandwidth(cluster, cluster.per_node + 1 if size * 2 > cluster.per_node else 2)
     return 2 * work.block_bytes / layout.tp / bandwidth

@@ -145,7 +145,7 @@ class Follower(TorchDispatchMode):
             self.alive.setdefault(storage._cdata, _Storage(storage, 0, 0))
 
     def assign(self, tensors: Iterable[Tensor], part: int, end: int) -> None:
-        """Set the category and owner of storages that are already recorded."""
+        """Set the category (`part`) and owner (`end`) of storages that are already recorded."""
         self.note_resizes()
         for tensor in tensors:
             record = self.alive.get(tensor.untyped_storage()._cdata)
@@ -234,7 +234,10 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
 
 
 def _part_of_caller(above: int) -> int:
-    """Return the category of an allocation, inferred from the file that called the operator."""
+    """Return the category of an allocation, inferred from the file that called the operator.
+
+    The search for the file begins `above` frames above this function.
+    """
     frame: Any = sys._getframe(above)
     for _ in range(_FRAMES):
         if frame is None:

@@ -85,7 +85,10 @@ def _local_shard(param: Tensor) -> Tensor:
 
 @contextmanager
 def _in_place_of(optimizer: Optimizer, groups: list[list[tuple[Tensor, Tensor]]]) -> Iterator[None]:
-    """Context manager: temporarily replace an optimizer's parameters with other tensors."""
+    """Context manager: temporarily replace an optimizer's parameters with other tensors.
+
+    `groups` contains, for each parameter group, pairs of a parameter and its replacement.
+    """
     before = [group["params"] for group in optimizer.param_groups]
     pairs = [pair for group in groups for pair in group]
     states: dict[Any, Any] = optimizer.state

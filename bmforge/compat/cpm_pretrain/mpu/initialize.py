@@ -31,7 +31,7 @@ class Groups:
     Attributes:
         mesh: mesh of all axes; None before initialization.
         device: device of this process.
-        topology: topology that was passed.
+        topology: argument of `initialize_model_parallel`; None without a pipeline.
         io: group of the processes with tensor-parallel rank 0 in the first and last stage; None on
             other processes.
         rank, size: rank and size that a program set; None to use those of the group.
@@ -57,7 +57,7 @@ class Groups:
         return self.mesh is not None and joined
 
     def take(self, mesh: DeviceMesh, device: torch.device, topology: Any) -> None:
-        """Store a mesh, whose process groups are used from now on."""
+        """Use the process groups of a mesh; `topology` is None without a pipeline."""
         self.mesh, self.device, self.topology = mesh, device, topology
         self._world = dist.group.WORLD
         self.io = _io_group(mesh)

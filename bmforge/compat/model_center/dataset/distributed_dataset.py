@@ -266,7 +266,7 @@ def build_dataset(path: str, dbname: str, block_size: int = BLOCK_BYTES) -> Data
 
 
 def mask_dataset(path: str, dbname: str, mask: bool = True) -> None:
-    """Exclude a file of the dataset from reading, or include it again.
+    """Exclude a file of the dataset from reading or, if `mask` is False, include it again.
 
     Raises:
         ConfigError: the dataset has no such file.

@@ -98,7 +98,10 @@ def share_batches(
 
 
 class _Batches(Sampler[list[int]]):
-    """Sampler of precomputed batches; for an empty batch it yields one sample as a template."""
+    """Sampler of precomputed batches.
+
+    For an empty batch it yields one sample, whose tensors `_empty` then reduces to zero rows.
+    """
 
     def __init__(self, batches: list[list[int]]) -> None:
         self.batches = batches

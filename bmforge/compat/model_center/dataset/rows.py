@@ -216,7 +216,7 @@ def pad_ids(ids: list[int], width: int, filling: int = 0) -> Tensor:
 
 
 def make_datasets(kind: type[TaskRows], tasks: Mapping[str, Any]) -> dict[str, type[TaskRows]]:
-    """Create one dataset class per task, under its old name (such as `BoolQ_Dataset`)."""
+    """Create a subclass of `kind` for each task, under its old name (such as `BoolQ_Dataset`)."""
     return {
         name: type(f"{name}_Dataset", (kind,), {"task": name, "__doc__": f"{name}.", **values})
         for name, values in tasks.items()

@@ -75,7 +75,7 @@ class BlockOptions:
     attention_window: int = 512
 
     def of(self, prefix: str, *shared: str) -> dict[str, Any]:
-        """Return the options with a name prefix, which is removed, and the shared options."""
+        """Return the options whose names begin with `prefix`, without it, and shared options."""
         own = {n.removeprefix(prefix): v for n, v in vars(self).items() if n.startswith(prefix)}
         return own | {n: getattr(self, n) for n in ("dtype", "int8", "length_scale", *shared)}
 

@@ -113,7 +113,7 @@ def _pair_mask(attention_mask: Tensor | None, text: TextInputs) -> Tensor | None
 
 
 def _add_head(bare: Model, words: Any) -> Model:
-    """Move the masked-LM head of `words` to `bare`; a tied head is tied to its embedding."""
+    """Move the masked-LM head of `words` to `bare`; tie it to the embedding of `bare` if tied."""
     head = words.mlm_head
     if words.config.tie_word_embeddings:
         head.decoder.weight = bare.embed.weight

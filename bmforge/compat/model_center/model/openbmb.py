@@ -78,7 +78,7 @@ class GLM(TextModel):
     def _complete(
         self, input_ids: Tensor, positions: Tensor | None, places: Tensor | None
     ) -> Tensor | None:
-        """Return position ids and block position ids, (B, 2, T); None if both are missing."""
+        """Return position ids and block position ids (`places`), (B, 2, T); None without both."""
         if positions is None and places is None:
             return None
         if positions is None or places is None:
