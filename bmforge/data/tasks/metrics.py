@@ -60,7 +60,9 @@ def class_f1(predicted: Sequence[int], labels: Sequence[int], average: str = "ma
     try:
         from sklearn.metrics import f1_score
     except ImportError as error:
-        raise MissingDependencyError("scikit-learn", "tasks", "the metric F1 of classes") from error
+        raise MissingDependencyError(
+            "scikit-learn", "tasks", "the F1 score of a classification"
+        ) from error
     return float(f1_score(list(labels), list(predicted), average=average, zero_division=0.0))
 
 
