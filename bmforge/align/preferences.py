@@ -185,7 +185,8 @@ class UnpairedObjective:
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """Add reference log-probabilities and statistics of the whole step to the micro-batches.
 
-        The statistics are the KL estimate z, and the weights of good and bad answers in the margin.
+        The statistics are KTO's KL estimate z, and the factors on the rewards of good and of bad
+        answers in the metric ``rewards/margins`` (see `_margin`).
 
         Comm: an all-reduce of three numbers.
         """
@@ -249,10 +250,10 @@ def _mean(values: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
 def _margin(
     reward: Tensor, is_good: Tensor, is_real: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
-    """Return the contribution of a micro-batch to KTO's margin, and its weight in the mean.
+    """Return a micro-batch's contribution to the metric of KTO's margin, and its weight.
 
     The margin is the mean reward of good answers minus that of bad answers, over the optimizer
-    step, as in TRL. `UnpairedObjective.prepare` has computed the factors of both kinds of answers.
+    step, as in TRL. The factors on their rewards are in the batch (`UnpairedObjective.prepare`).
     """
     good, bad = (batch[name].to(reward.dtype) for name in _MARGIN_WEIGHTS)
     total, count = _mean(torch.where(is_good, good * reward, -bad * reward), is_real)

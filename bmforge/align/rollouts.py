@@ -257,7 +257,7 @@ class RolloutLoader:
             answer.logged_metrics = dict(logged.metrics)
 
     def _gather(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Merge the entries of all ranks.
+        """Return a dict with the entries of all ranks' dicts `own`.
 
         Comm: an all-gather of objects over the data-parallel ranks.
         """

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.filter_step import JudgeByRules
 from bmforge.data.prepare.documents import DocumentStage
-from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
+from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal
 from bmforge.data.prepare.record import RECORD_NAME, PrepareConfig, PrepareReport
 from bmforge.data.prepare.run import Paths, plan_work, prepare, work_dir
@@ -40,7 +40,7 @@ class ClusterConfig:
     """Settings of data preparation on a cluster.
 
     Args:
-        inputs: files or directories; if None, Python's own help topics are used.
+        inputs: files or directories; None for the demo corpus (`python_topics`).
         out_dir: output directory, on a file system that all machines share.
         prepare: settings as for `prepare`; if `workers` is above 0, each task runs a worker
             process, so that the time and memory limits apply.
@@ -116,7 +116,7 @@ def _make(
     tasks: int,
     before: Any = None,
 ) -> Any:
-    """Create a datatrove executor for `tasks` tasks that starts after the executor `before`."""
+    """Create a datatrove executor that runs the step `run` after the executor `before`."""
     # The name contains a hash of the settings, so that results of other settings are not reused.
     name = f"{type(run).__name__.strip('_').lower()}-{run.stage}-{run.job.name(run.stage)}"
     options = dict(config.options)
@@ -253,7 +253,7 @@ def _stop(
     run: Work,
     parts: Sequence[StagePart],
     config: PrepareConfig,
-    on_blame: Callable[[int, Blame], None],
+    on_skip: Callable[[int, SkippedEntry], None],
 ) -> Iterator[tuple[int, Any]]:
     if parts:
         raise _StoppedError(stage)
@@ -276,7 +276,7 @@ class _TaskShare:
         run: Work,
         parts: Sequence[StagePart],
         config: PrepareConfig,
-        on_blame: Callable[[int, Blame], None],
+        on_skip: Callable[[int, SkippedEntry], None],
     ) -> Iterator[tuple[int, Any]]:
         if stage != self.stage:
             if parts:
@@ -295,7 +295,7 @@ class _TaskShare:
         limits = Limits(execution.document_seconds, execution.worker_memory_bytes)
         # Skipped entries are recorded in the result of the part that is run without them.
         for number, result in run_parts(
-            run, own_parts, min(execution.workers, 1), limits, _ignore_blame
+            run, own_parts, min(execution.workers, 1), limits, _ignore_skip
         ):
             files = result.pop("files")
             record = {"key": self.keys[number], "files": files, "result": result}
@@ -304,7 +304,7 @@ class _TaskShare:
         yield
 
 
-def _ignore_blame(number: int, blame: Blame) -> None:
+def _ignore_skip(number: int, skip: SkippedEntry) -> None:
     """Do nothing: skipped entries are recorded in the result of their shard."""
 
 

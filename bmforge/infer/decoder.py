@@ -108,7 +108,10 @@ class Decoder:
         return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context manager for several runs, during which the model must not be changed."""
+        """Return a context manager for runs between which the model must not change.
+
+        The C++ decoding step then checks for changes only once; see `NativeStep.undisturbed`.
+        """
         step = self.cache.step
         return nullcontext() if step is None else step.undisturbed()
 

@@ -331,7 +331,8 @@ def check_prompt(
 def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:
     """Raise `ConfigError` if a sequence exceeds the model's positions.
 
-    The limit applies to source and target separately in an encoder-decoder.
+    `goes_on` is True for a decoder, which continues the prompt. In an encoder-decoder the limit
+    applies to source and target separately.
     """
     limit = model.position_limit
     needed = length + new_tokens if goes_on else max(length, new_tokens)
@@ -354,13 +355,13 @@ def _check_tensors(**values: Any) -> None:
 
 
 def _describe_prompt(table: Any) -> str:
-    """Return a phrase about the soft prompt for error messages; "" if there is no soft prompt."""
+    """Describe the soft prompt in the embedding `table` for error messages; "" without one."""
     more = count_ids(table) - table.num_embeddings
     return f" and a soft prompt of {more} vectors" if more else ""
 
 
 def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
-    """Validate the attention mask of a decoder (padded on the left) or an encoder."""
+    """Validate the mask of a decoder (`goes_on`: padded on the left) or of an encoder."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)} (needed: the shape of "

@@ -15,9 +15,9 @@ from bmforge.serve.limits import check_at_most
 from bmforge.serve.openai_types import (
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     ResponseFormat,
     StructuredOutputs,
-    Writing,
 )
 from bmforge.serve.settings import RequestLimits
 from bmforge.serve.sleeping import AnyEngine
@@ -46,7 +46,7 @@ def longest_prompt(engine: AnyEngine, limits: RequestLimits) -> int:
     return min(limits.max_prompt_tokens or row_tokens(engine), row_tokens(engine))
 
 
-def check_limits(body: Writing, limits: RequestLimits) -> None:
+def check_limits(body: GenerationRequest, limits: RequestLimits) -> None:
     """Check the counts in a request against the limits.
 
     Raises:
@@ -146,7 +146,7 @@ def longest_answer(
 
 
 def to_options(
-    body: Writing,
+    body: GenerationRequest,
     engine: AnyEngine,
     max_new_tokens: int,
     ends: tuple[int, ...] | None,
@@ -189,7 +189,7 @@ def to_options(
         raise RequestError(str(error), code="invalid_value") from error
 
 
-def _sampling(body: Writing) -> dict[str, Any]:
+def _sampling(body: GenerationRequest) -> dict[str, Any]:
     """Return the sampling options; OpenAI's default is to sample."""
     if body.is_greedy and body.count == 1:
         return {"do_sample": False}
@@ -207,7 +207,7 @@ def _sampling(body: Writing) -> dict[str, Any]:
 
 
 def _end_tokens(
-    body: Writing, engine: AnyEngine, ends: tuple[int, ...] | None
+    body: GenerationRequest, engine: AnyEngine, ends: tuple[int, ...] | None
 ) -> tuple[int, ...] | None:
     """Return the tokens that end an answer; None for the engine's default."""
     more = tuple(body.stop_token_ids or ())
@@ -227,7 +227,9 @@ def _end_tokens(
     return tuple(dict.fromkeys((*own, *more)))
 
 
-def hidden_ids(body: Writing, tokenizer: Any, marks: Iterable[str] = ()) -> tuple[int, ...] | None:
+def hidden_ids(
+    body: GenerationRequest, tokenizer: Any, marks: Iterable[str] = ()
+) -> tuple[int, ...] | None:
     """Return the tokens whose text `skip_special_tokens` omits; None for the engine's default.
 
     Args:
@@ -253,7 +255,7 @@ def bad_word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...],
     return tuple(row for row in dict.fromkeys(ids) if row)
 
 
-def _read_bias(body: Writing, engine: AnyEngine) -> dict[int, float]:
+def _read_bias(body: GenerationRequest, engine: AnyEngine) -> dict[int, float]:
     biases = {}
     for text, bias in (body.logit_bias or {}).items():
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS

@@ -18,7 +18,7 @@ from bmforge.serve.answers import (
 from bmforge.serve.chat_requests import RunningChat, received_pieces
 from bmforge.serve.errors import RequestError, error_body
 from bmforge.serve.live_requests import LiveRequest
-from bmforge.serve.openai_types import CompletionRequest, Writing
+from bmforge.serve.openai_types import CompletionRequest, GenerationRequest
 from bmforge.serve.parts import CallStart, GeneratedToolCall, Part, Thought
 from bmforge.serve.serving import Serving
 
@@ -79,7 +79,7 @@ class RunningUsage:
         new_tokens: number of generated tokens in the chunks so far.
     """
 
-    def __init__(self, body: Writing, live: LiveRequest) -> None:
+    def __init__(self, body: GenerationRequest, live: LiveRequest) -> None:
         self._body, self._prompt_tokens, self.new_tokens = body, live.prompt_tokens, 0
 
     def as_json(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ __all__ = [
     "StreamOptions",
     "StructuredOutputs",
     "VLLMSampling",
-    "Writing",
+    "GenerationRequest",
     "make_chat",
 ]
 
@@ -100,8 +100,8 @@ class VLLMSampling(Strict):
     cache_salt: str | None = Field(None, max_length=256)
 
 
-class Writing(VLLMSampling):
-    """Fields common to chat and text completions."""
+class GenerationRequest(VLLMSampling):
+    """Fields common to the requests for chat completions and for text completions."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -130,7 +130,7 @@ class Writing(VLLMSampling):
     cache_prompt: bool | None = None  # llama.cpp; a hint for the prefix cache
 
     @model_validator(mode="after")
-    def _streams(self) -> Writing:
+    def _streams(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options has no effect without stream=true. Leave it out.")
         return self
@@ -186,7 +186,7 @@ class Writing(VLLMSampling):
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
 
-class ChatRequest(Writing):
+class ChatRequest(GenerationRequest):
     """Request for a chat completion."""
 
     neutral_fields = CHAT_FIELDS
@@ -274,7 +274,7 @@ def make_chat(fields: dict[str, Any]) -> ChatRequest:
         raise explain_types(RequestValidationError(error.errors())) from error
 
 
-class CompletionRequest(Writing):
+class CompletionRequest(GenerationRequest):
     """Request to complete prompts, which are strings or lists of token ids."""
 
     neutral_fields = COMPLETION_FIELDS

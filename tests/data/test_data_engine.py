@@ -25,7 +25,7 @@ from bmforge.data.prepare.documents import (
     make_documents,
     read_digests,
 )
-from bmforge.data.prepare.engine import Blame, Limits, StagePart, run_parts
+from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, run_parts
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.journal import Journal, write_hashed
 from bmforge.data.prepare.shards import plan_shards
@@ -340,37 +340,37 @@ def wait_forever(part: StagePart, beat: Callable[[int, bool, str], None]) -> lis
     done = []
     for entry in range(4):
         beat(entry, False, f"entry {entry}")
-        if entry == 2 and not part.blamed:
+        if entry == 2 and not part.skipped:
             signal.pause()
-        done.append(f"{entry}" + "".join(b.rule for b in part.blamed if b.entry == entry))
+        done.append(f"{entry}" + "".join(b.rule for b in part.skipped if b.entry == entry))
     return done
 
 
 def grow(part: StagePart, beat: Callable[[int, bool, str], None]) -> str:
     """Stay at its only entry, unless that is to be left out."""
-    if part.blamed:
-        return part.blamed[0].rule
+    if part.skipped:
+        return part.skipped[0].rule
     beat(0, False, "the large one")
     signal.pause()
     return "done"
 
 
 def test_an_entry_that_never_ends_is_left_out() -> None:
-    blames: list[tuple[int, Blame]] = []
+    skips: list[tuple[int, SkippedEntry]] = []
     limits = Limits(seconds=3.0, memory_bytes=1 << 40)
     parts = [StagePart(7, None)]
-    (found,) = run_parts(wait_forever, parts, 1, limits, lambda n, b: blames.append((n, b)))
+    (found,) = run_parts(wait_forever, parts, 1, limits, lambda n, b: skips.append((n, b)))
     assert found == (7, ["0", "1", "2time", "3"])
-    ((number, blame),) = blames
-    assert (number, blame.entry, blame.rule, blame.name) == (7, 2, "time", "entry 2")
+    ((number, skip),) = skips
+    assert (number, skip.entry, skip.rule, skip.name) == (7, 2, "time", "entry 2")
 
 
 def test_an_entry_that_takes_too_much_memory_is_left_out() -> None:
     limits = Limits(seconds=1e9, memory_bytes=1_000_000)  # every process is larger
-    blames: list[Blame] = []
-    (found,) = run_parts(grow, [StagePart(0, None)], 1, limits, lambda n, b: blames.append(b))
+    skips: list[SkippedEntry] = []
+    (found,) = run_parts(grow, [StagePart(0, None)], 1, limits, lambda n, b: skips.append(b))
     assert found == (0, "memory")
-    assert blames[0].value > 1_000_000
+    assert skips[0].value > 1_000_000
 
 
 def insist(part: StagePart, beat: Callable[[int, bool, str], None]) -> None:

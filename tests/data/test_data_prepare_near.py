@@ -16,7 +16,7 @@ from prepare_cases import prepare_plainly, written
 from bmforge.data import PrepareConfig, prepare, show_preparation
 from bmforge.data.dedup.minhash import hash_shingles, jaccard
 from bmforge.data.prepare import journal as journal_module
-from bmforge.data.prepare.engine import Blame, StagePart
+from bmforge.data.prepare.engine import SkippedEntry, StagePart
 from bmforge.data.prepare.funnel import Amount
 from bmforge.data.prepare.near import SketchTask, dedup_config, sketch_shard
 from bmforge.errors import ConfigError
@@ -157,8 +157,8 @@ def test_a_text_that_a_worker_may_not_touch_stays(corpus: Path, tmp_path: Path) 
     task = SketchTask(0, stages / "documents", kept, 0, tmp_path / "again", config)
     entry = kept.read_bytes().index(1)
     touched: list[int] = []
-    blames = (Blame(entry, False, "time", 1.0, 0.5, "x"),)
-    sketch_shard(StagePart(0, task, blames), lambda at, reading, name: touched.append(at))
+    skips = (SkippedEntry(entry, False, "time", 1.0, 0.5, "x"),)
+    sketch_shard(StagePart(0, task, skips), lambda at, reading, name: touched.append(at))
     assert len(touched) == sum(kept.read_bytes()) - 1
     assert entry not in touched
     for name in ("keys", "ids"):

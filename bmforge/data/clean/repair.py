@@ -83,7 +83,13 @@ def _decode_again(text: str) -> str:
 
 
 def _is_sure(text: str, decoded: str, wrong: str) -> bool:
-    """Return True if `decoded` has too many non-ASCII characters to be valid by chance."""
+    """Return True if `decoded` has too many non-ASCII characters to be valid by chance.
+
+    Args:
+        text: text with mojibake.
+        decoded: repaired text.
+        wrong: encoding as which the original bytes were mistakenly decoded.
+    """
     high = sum(character > "\x7f" for character in decoded)
     if wrong != "gb18030":
         return high >= _FEWEST

@@ -83,7 +83,8 @@ def equal_groups(
     Args:
         keys: key of each document.
         numbers: number of each document.
-        least: groups without a number of at least `least` are omitted.
+        least: first number of the current corpus (earlier corpora are numbered before it); groups
+            without a document of the current corpus are omitted.
 
     Shape: keys, numbers (N,); returned: the numbers of all members (M,), sorted within each group,
         and the sizes of the groups (G,).

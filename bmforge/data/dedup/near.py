@@ -193,8 +193,9 @@ def find_near_places(
         work_dir: folder of temporary files with the keys of a band and the candidates' n-grams.
         bound_bytes: largest size of a band's keys in memory, at 32 bytes per document; if they are
             larger, they are sorted in files.
-        names: dict that receives the id of every candidate document, with the key ``~number`` for
-            its candidate number, and also with its position if it is in this corpus.
+        names: dict to which the ids of all candidate documents are added. The key is ``~number``
+            (bitwise not of the candidate number); a document of this corpus also gets an entry
+            with its position as the key.
     """
     config = config or DedupConfig()
     hasher = MinHasher(config, shingle)

@@ -16,7 +16,7 @@ import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalize import normalise, text_digest
-from bmforge.data.prepare.engine import Beat, Blame, StagePart
+from bmforge.data.prepare.engine import Beat, SkippedEntry, StagePart
 from bmforge.data.prepare.funnel import Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.shards import TOPICS, FileRange, Shard
@@ -142,12 +142,12 @@ def _process(
 ) -> Iterator[tuple[Document, int, Drop | None]]:
     """Yield the document of each input entry, its raw size in bytes, and its `Drop` or None."""
     task: DocumentsTask = part.task
-    blamed = {blame.entry: blame for blame in part.blamed}
-    for entry, source, record in _entries(part, blamed, beat):
+    skipped = {skip.entry: skip for skip in part.skipped}
+    for entry, source, record in _entries(part, skipped, beat):
         unread = Document("", source, record.place)
-        if entry in blamed:
-            blame = blamed[entry]
-            drop = Drop(blame.rule, blame.value, blame.bound, blame.name)
+        if entry in skipped:
+            skip = skipped[entry]
+            drop = Drop(skip.rule, skip.value, skip.bound, skip.name)
             yield unread, record.size_bytes, drop
             continue
         beat(entry, False, f"{source}:{record.place}")
@@ -204,7 +204,7 @@ def _changed(step: DocumentStage, text: str) -> str:
 
 
 def _entries(
-    part: StagePart, blamed: dict[int, Blame], beat: Beat
+    part: StagePart, skipped: dict[int, SkippedEntry], beat: Beat
 ) -> Iterator[tuple[int, str, Record]]:
     """Yield (index in the shard, file, record) of each entry; read errors become error records."""
     task: DocumentsTask = part.task
@@ -213,7 +213,7 @@ def _entries(
         records, source = _read_range(span, task.options), show_name(span.path)
         first = entry
         while True:
-            if entry in blamed and blamed[entry].in_reading:
+            if entry in skipped and skipped[entry].in_reading:
                 yield entry, source, Record("1", 0, _never)
                 entry += 1
                 break

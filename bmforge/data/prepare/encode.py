@@ -205,7 +205,7 @@ def _license(document: Document) -> str:
 
 
 def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:
-    """Sync and rename the stores' files, and record their hashes in `files`."""
+    """Move the stores' files from `beside` to `folder`, and record their hashes in `files`."""
     if not beside.exists():
         return
     for path in sorted(beside.iterdir()):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 
-__all__ = ["Beat", "Blame", "Limits", "StagePart", "Work", "run_parts"]
+__all__ = ["Beat", "SkippedEntry", "Limits", "StagePart", "Work", "run_parts"]
 
 _LOOK_EVERY_S = 0.2
 _NAME_BYTES = 512
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
     memory_bytes: int
 
 
-class Blame(NamedTuple):
+class SkippedEntry(NamedTuple):
     """An input entry that is skipped because it exceeded a limit or crashed a worker.
 
     Attributes:
@@ -67,7 +67,7 @@ class StagePart:
 
     number: int
     task: Any
-    blamed: tuple[Blame, ...] = ()
+    skipped: tuple[SkippedEntry, ...] = ()
 
 
 Work = Callable[[StagePart, Beat], Any]
@@ -78,7 +78,7 @@ def run_parts(
     parts: Sequence[StagePart],
     workers: int,
     limits: Limits,
-    on_blame: Callable[[int, Blame], None],
+    on_skip: Callable[[int, SkippedEntry], None],
 ) -> Iterator[tuple[int, Any]]:
     """Run the parts of a stage in any order; yield (index, result) of each.
 
@@ -87,7 +87,7 @@ def run_parts(
             entry's index, whether the entry is still being read, and its name.
         workers: number of processes; 0 to run in this process, without limits.
         limits: limits of one entry.
-        on_blame: callback for each skipped entry, called before the part runs again.
+        on_skip: callback for each skipped entry, called before the part runs again.
 
     Raises:
         BmforgeError: the first error of a part, raised after the other parts have ended.
@@ -98,7 +98,7 @@ def run_parts(
         return
     pool = _Pool(work, min(workers, len(parts)), limits)
     try:
-        yield from pool.run(parts, on_blame)
+        yield from pool.run(parts, on_skip)
     finally:
         pool.close()
 
@@ -126,23 +126,23 @@ class _Worker:
         self.part, self._seen, self._since = part, (-1, 0), time.monotonic()
         self.pipe.send(part)
 
-    def blame(self, rule: str, value: float, bound: float | None) -> Blame:
-        """Return the worker's current entry as a `Blame`, with the limit that it exceeded."""
+    def skip_entry(self, rule: str, value: float, bound: float | None) -> SkippedEntry:
+        """Describe the worker's current entry, with the measured value and limit, to skip it."""
         name = self._name.value.decode("utf-8", "replace")
-        return Blame(int(self._at[0]), bool(self._at[1]), rule, value, bound, name)
+        return SkippedEntry(int(self._at[0]), bool(self._at[1]), rule, value, bound, name)
 
-    def exceeded(self, limits: Limits) -> Blame | None:
-        """Return the current entry as a `Blame` if it exceeds a limit, else None."""
+    def exceeded(self, limits: Limits) -> SkippedEntry | None:
+        """Return the current entry if it exceeds a time or memory limit, else None."""
         now, at = time.monotonic(), (int(self._at[0]), int(self._at[1]))
         if at != self._seen:
             self._seen, self._since = at, now
         if at[0] < 0:
             return None
         if now - self._since > limits.seconds:
-            return self.blame("time", round(now - self._since, 1), limits.seconds)
+            return self.skip_entry("time", round(now - self._since, 1), limits.seconds)
         resident = _resident_bytes(self.process.pid)
         if resident > limits.memory_bytes:
-            return self.blame("memory", resident, limits.memory_bytes)
+            return self.skip_entry("memory", resident, limits.memory_bytes)
         return None
 
     def end(self) -> None:
@@ -171,7 +171,7 @@ class _Pool:
         return _Worker(self._context, self._work, self._count)
 
     def run(
-        self, parts: Sequence[StagePart], on_blame: Callable[[int, Blame], None]
+        self, parts: Sequence[StagePart], on_skip: Callable[[int, SkippedEntry], None]
     ) -> Iterator[tuple[int, Any]]:
         self._waiting.extend(parts)
         while True:
@@ -183,12 +183,12 @@ class _Pool:
                 break
             connection.wait([worker.pipe for worker in busy], timeout=_LOOK_EVERY_S)
             for worker in busy:
-                yield from self._check_on(worker, on_blame)
+                yield from self._check_on(worker, on_skip)
         if self._failed:
             raise self._failed[min(self._failed)]
 
     def _check_on(
-        self, worker: _Worker, on_blame: Callable[[int, Blame], None]
+        self, worker: _Worker, on_skip: Callable[[int, SkippedEntry], None]
     ) -> Iterator[tuple[int, Any]]:
         """Yield a worker's result if it is ready; replace a worker that crashed or hit a limit."""
         part = worker.part
@@ -197,7 +197,7 @@ class _Pool:
             try:
                 result, error = worker.pipe.recv()
             except (EOFError, OSError):
-                self._replace(worker, self._blame_for_crash(worker), on_blame)
+                self._replace(worker, self._entry_to_skip(worker), on_skip)
                 return
             worker.part = None
             if error is None:
@@ -205,46 +205,49 @@ class _Pool:
             else:
                 self._failed[part.number] = error
                 self._waiting.clear()
-        elif blame := worker.exceeded(self._limits):
-            self._replace(worker, blame, on_blame)
+        elif skip := worker.exceeded(self._limits):
+            self._replace(worker, skip, on_skip)
 
-    def _blame_for_crash(self, worker: _Worker) -> Blame | None:
+    def _entry_to_skip(self, worker: _Worker) -> SkippedEntry | None:
         """Return the entry to skip if a worker crashed on it for the second time, else None."""
         assert worker.part is not None
         worker.process.join()
         code = worker.process.exitcode
-        blame = worker.blame("crash", float(code or 0), None)
-        death = (worker.part.number, blame.entry, blame.in_reading)
+        skip = worker.skip_entry("crash", float(code or 0), None)
+        death = (worker.part.number, skip.entry, skip.in_reading)
         if death not in self._deaths:
             self._deaths.add(death)
             return None
-        if blame.entry < 0:
+        if skip.entry < 0:
             raise ConfigError(
                 f"a worker process exited while it was starting (exit code {code}). In a script, "
                 'start workers under `if __name__ == "__main__":`, or set workers=0.'
             )
-        return blame
+        return skip
 
     def _replace(
-        self, worker: _Worker, blame: Blame | None, on_blame: Callable[[int, Blame], None]
+        self,
+        worker: _Worker,
+        skip: SkippedEntry | None,
+        on_skip: Callable[[int, SkippedEntry], None],
     ) -> None:
-        """Kill a worker, start a new one, and queue its part again without the blamed entry."""
+        """Kill a worker, start a new one, and queue its part again without the skipped entry."""
         part = worker.part
         assert part is not None
         worker.end()
-        if blame is not None and any(
-            (earlier.entry, earlier.in_reading) == (blame.entry, blame.in_reading)
-            for earlier in part.blamed
+        if skip is not None and any(
+            (earlier.entry, earlier.in_reading) == (skip.entry, skip.in_reading)
+            for earlier in part.skipped
         ):
             raise DataError(
-                f"{blame.name} cannot be processed: {describe_blame(blame)}. The stage cannot skip "
+                f"{skip.name} cannot be processed: {describe_skip(skip)}. The stage cannot skip "
                 "a single entry. Remove the entry from the input, or raise document_seconds or "
                 "worker_memory_bytes."
             )
-        if blame is not None:
-            get_logger().warning("skipped %s, because %s.", blame.name, describe_blame(blame))
-            on_blame(part.number, blame)
-            part = replace(part, blamed=(*part.blamed, blame))
+        if skip is not None:
+            get_logger().warning("skipped %s, because %s.", skip.name, describe_skip(skip))
+            on_skip(part.number, skip)
+            part = replace(part, skipped=(*part.skipped, skip))
         if not self._failed:
             self._waiting.appendleft(part)
         self._workers[self._workers.index(worker)] = self._start()
@@ -254,17 +257,17 @@ class _Pool:
             worker.end()
 
 
-def describe_blame(blame: Blame) -> str:
-    """Return a message about the limit that a skipped entry exceeded."""
-    if blame.rule == "time":
-        return f"a worker needed more than {blame.bound:g} s for the entry"
-    if blame.rule == "memory":
+def describe_skip(skip: SkippedEntry) -> str:
+    """Return the reason for skipping an entry, as a clause for messages."""
+    if skip.rule == "time":
+        return f"a worker needed more than {skip.bound:g} s for the entry"
+    if skip.rule == "memory":
         return (
-            f"a worker used {blame.value / 1000000000.0:.2f} GB of memory for the entry (limit: "
-            f"{blame.bound} bytes)"
+            f"a worker used {skip.value / 1000000000.0:.2f} GB of memory for the entry (limit: "
+            f"{skip.bound} bytes)"
         )
     return (
-        f"a worker crashed twice while processing the entry (exit code {blame.value:g}; -9 often "
+        f"a worker crashed twice while processing the entry (exit code {skip.value:g}; -9 often "
         "means too little memory)"
     )
 

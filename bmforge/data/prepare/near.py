@@ -110,14 +110,14 @@ def sketch_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
         dict with ``files`` (file names and hashes).
     """
     task: SketchTask = part.task
-    blamed = {blame.entry for blame in part.blamed}
+    skipped = {skip.entry for skip in part.skipped}
 
     def documents() -> Iterator[Document]:
         mask = open_mask(task.kept)
         for entry, document in enumerate(read_shard(task.documents, task.number)):
             if not mask[task.first + entry]:
                 continue
-            if entry in blamed:  # kept without comparison
+            if entry in skipped:  # kept without comparison
                 yield replace(document, text="")
                 continue
             beat(entry, False, f"{document.source}:{document.place}")

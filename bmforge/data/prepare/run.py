@@ -77,8 +77,8 @@ def prepare(
     ``dropped.jsonl`` with samples of dropped documents. An interrupted run is resumed.
 
     Args:
-        inputs: files or directories (`read_documents`), or ``-`` for standard input; if None,
-            Python's own help topics are used.
+        inputs: files or directories (`read_documents`), or ``-`` for standard input; None for the
+            demo corpus (`python_topics`).
         out_dir: output directory.
         config: settings (default: `PrepareConfig()`).
         overwrite: True to replace the output of an earlier run.

@@ -90,7 +90,7 @@ def plan_shards(
     an earlier plan in `work` is not read again.
 
     Args:
-        files: input files; None for Python's help topics.
+        files: input files; None for the demo corpus (`python_topics`).
         shard_bytes: approximate input bytes per shard.
         work: folder in which the plan is saved; None to not save it.
         recorded: inputs with known digests, which are not read again.

@@ -98,7 +98,7 @@ def choose_held_out(
         ordered: rows (`sort.ROW`) in the order of `split_keys`; read once or twice.
         total_bytes: UTF-8 bytes of all documents.
         fraction: fraction of all bytes to hold out.
-        held_out: mask, False everywhere; in memory or on disk.
+        held_out: mask to set, in memory or on disk; False everywhere before the call.
     """
     target = fraction * total_bytes
     taken = 0

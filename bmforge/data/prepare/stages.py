@@ -23,7 +23,7 @@ from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
 from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
 from bmforge.data.prepare.earlier_corpora import Earlier, open_earlier
 from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
-from bmforge.data.prepare.engine import Blame, Limits, StagePart, Work, run_parts
+from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_files, make_key
 from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import (
@@ -92,7 +92,7 @@ class StageKeys:
 
 
 Runner = Callable[
-    [str, Work, Sequence[StagePart], PrepareConfig, Callable[[int, Blame], None]],
+    [str, Work, Sequence[StagePart], PrepareConfig, Callable[[int, SkippedEntry], None]],
     Iterator[tuple[int, Any]],
 ]
 
@@ -102,11 +102,11 @@ def run_here(
     run: Work,
     parts: Sequence[StagePart],
     config: PrepareConfig,
-    on_blame: Callable[[int, Blame], None],
+    on_skip: Callable[[int, SkippedEntry], None],
 ) -> Iterator[tuple[int, Any]]:
     """Run the parts of a stage in this process, or in worker processes of this machine."""
     limits = Limits(config.execution.document_seconds, config.execution.worker_memory_bytes)
-    yield from run_parts(run, parts, config.execution.workers, limits, on_blame)
+    yield from run_parts(run, parts, config.execution.workers, limits, on_skip)
 
 
 @dataclass(frozen=True)
@@ -376,24 +376,25 @@ def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) 
     journal, keys = work.journal, work.keys
     results = [journal.find(stage, n, key) for n, key in enumerate(keys.of(stage))]
     parts = [
-        StagePart(n, tasks[n], _known_blames(journal, stage, n, key))
+        StagePart(n, tasks[n], _known_skips(journal, stage, n, key))
         for n, key in enumerate(keys.of(stage))
         if results[n] is None
     ]
 
-    def note_blame(number: int, blame: Blame) -> None:
+    def note_skip(number: int, skip: SkippedEntry) -> None:
         key = keys.of(stage)[number]
-        blames = [*_known_blames(journal, stage, number, key), blame]
-        journal.add(f"{stage} blames", number, key, {}, [list(entry) for entry in blames])
+        skips = [*_known_skips(journal, stage, number, key), skip]
+        journal.add(f"{stage} skips", number, key, {}, [list(entry) for entry in skips])
 
     with ProgressBar(title, len(tasks)) as bar:
         bar.advance(len(tasks) - len(parts))
-        for number, result in work.runner(stage, run, parts, work.config, note_blame):
+        for number, result in work.runner(stage, run, parts, work.config, note_skip):
             journal.add(stage, number, keys.of(stage)[number], result.pop("files"), result)
             results[number] = result
             bar.advance()
     return results
 
 
-def _known_blames(journal: Journal, stage: str, number: int, key: str) -> tuple[Blame, ...]:
-    return tuple(Blame(*fields) for fields in journal.find(f"{stage} blames", number, key) or ())
+def _known_skips(journal: Journal, stage: str, number: int, key: str) -> tuple[SkippedEntry, ...]:
+    rows = journal.find(f"{stage} skips", number, key) or ()
+    return tuple(SkippedEntry(*row) for row in rows)

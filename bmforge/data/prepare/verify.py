@@ -121,7 +121,7 @@ def _check_sums(report: PrepareReport) -> Iterator[str]:
 
 
 def _check_dropped(path: Path, funnel: Funnel) -> Iterator[str]:
-    """Check that the samples of dropped documents match the counts of the funnel."""
+    """Yield a sentence for each rule whose sampled documents contradict its number of drops."""
     shown: Counter[str] = Counter()
     if path.is_file():
         for number, line in enumerate(path.read_bytes().splitlines(), 1):

@@ -153,9 +153,10 @@ def check_encoding(name: str) -> None:
 
 
 def _is_allowed(decoded: Decoded, encoding: str) -> bool:
-    """Return True if the encoding of a text is UTF-8, marked by a BOM or escapes, or `encoding`.
+    """Return True if a text was decoded with an encoding that the option `encoding` allows.
 
-    If `encoding` is "", every encoding is allowed.
+    These are UTF-8, encodings that a BOM or escape sequences identify, and `encoding` itself. If
+    `encoding` is "", every encoding is allowed.
     """
     marked = (name for _, name in (*_MARKS, *_ESCAPES))
     names = ("utf-8", *marked, *_known_labels([encoding]))

@@ -151,7 +151,7 @@ def list_files(
 
 
 def python_topics() -> Iterator[Document]:
-    """Yield the help topics that CPython includes (465 kB of English), sorted by name."""
+    """Yield a demo corpus: the topics of Python's `help()` (465 kB of English), sorted by name."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

@@ -95,7 +95,7 @@ def find_main_text(tree: Any, page: str, reader: str) -> MainText:
     lines, link_ratio = _visible_lines(page)
     by_reader = _lines_in(lines, text)
     chosen = _restore(lines, by_reader)
-    if _lost_ratio(lines, chosen) > _MUCH and (other := _ask(readers.popitem()[1])):
+    if _lost_ratio(lines, chosen) > _MUCH and (other := _run_if_installed(readers.popitem()[1])):
         also = _restore(lines, _lines_in(lines, other))
         chosen = [first_choice or two for first_choice, two in zip(chosen, also, strict=True)]
     lost = _lost_ratio(lines, chosen)
@@ -124,8 +124,8 @@ def _trafilatura_text(page: str) -> str:
     return trafilatura.extract(page, include_comments=False) or ""
 
 
-def _ask(reader: Callable[[], str]) -> str:
-    """Return the text of the second extractor; "" if this optional library is not installed."""
+def _run_if_installed(reader: Callable[[], str]) -> str:
+    """Return the main text that `reader` extracts; "" if its library is not installed."""
     try:
         return reader()
     except MissingDependencyError:

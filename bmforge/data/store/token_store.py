@@ -129,7 +129,9 @@ class TokenStore:
         return max(marks - 1, 0) + (last < len(self))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Return `length` mapped tokens of sequence `i`, from `offset` on (default: the rest).
+        """Return `length` tokens of sequence `i`, from `offset` on (default: all that follow).
+
+        The result is a view of the memory-mapped file.
 
         Raises:
             IndexError: there is no sequence `i`, or the range exceeds it.

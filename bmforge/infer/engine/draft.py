@@ -107,7 +107,7 @@ class Draft:
         self._known: dict[Sequence, int] = {}
 
     def look_again(self) -> None:
-        """Check in the next step whether the draft model has changed; see `PackedStep`."""
+        """Request that the next step checks whether the draft model has changed."""
         self._step.look_again()
 
     def copy_page(self, source: int, target: int) -> None:

@@ -101,11 +101,10 @@ class Engine:
     ) -> None:
         self.config, self._tokenizer = config or EngineConfig(), tokenizer
         self._making, self._is_closed = threading.Lock(), False
-        self._hold = ModelLock()
+        self._hold, self._given = ModelLock(), ExitStack()
         self._requests: Requests | None = None
         self._directory: Path | None = None
         self._streamers: Sequence[Streamer | ExpertStreamer] = ()
-        self._given = ExitStack()
         places = find_devices(devices)
         self.device = places[0]
         is_limited = device_budget_bytes is not None and any(map(is_host, places))
@@ -381,10 +380,11 @@ class Engine:
 
     @contextmanager
     def turn(self, what: str, writes: bool = True, delta: DeltaChoice = None) -> Iterator[Any]:
-        """Context manager: lock the model for one call and activate the adapters of `delta`.
+        """Context manager: lock the model for the method `what`; activate the adapters of `delta`.
 
         Raises:
-            ConfigError: the engine is closed or busy, or the model does not support the call.
+            ConfigError: the engine is closed or busy, or the model does not support the method.
+                If `writes` is True, the method needs a language-model head.
         """
         self._check(what, writes)
         with self._hold.alone(what, self._requests):
@@ -394,7 +394,7 @@ class Engine:
                 yield self.model
 
     def _check(self, what: str, writes: bool) -> None:
-        """Raise `ConfigError` if the engine is closed or the model does not support the call."""
+        """Raise `ConfigError` if the engine is closed or the model does not support `what`."""
         if self._is_closed:
             raise ConfigError(f"{what} was called on a closed engine. Create a new engine.")
         check_method(self.model, what, writes)

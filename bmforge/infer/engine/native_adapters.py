@@ -60,7 +60,7 @@ class AdapterTables:
         self._kept: list[Any] = []  # keeps the memory behind raw pointers alive
 
     def find(self, rows: int, tokens: int) -> tuple[int | None, int]:
-        """Return the address of the call's table, and the largest sum of ranks of a layer.
+        """Return the address of a batch's table, and the largest sum of LoRA ranks of a layer.
 
         Args:
             rows: number of samples in the batch.

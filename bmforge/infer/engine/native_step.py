@@ -93,7 +93,7 @@ class NativeStep:
         self._rests, self._has_looked = rests, False
 
     def look_again(self) -> None:
-        """Check in the next call whether blocks were changed."""
+        """Request that the next call checks whether blocks have changed."""
         self._has_looked = False
 
     @contextmanager

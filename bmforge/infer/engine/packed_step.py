@@ -106,7 +106,7 @@ class PackedStep:
         self._can_record: bool | None = None
 
     def look_again(self) -> None:
-        """Check in the next step whether blocks were changed, for example by attaching adapters."""
+        """Request that the next step checks for changed blocks, for example attached adapters."""
         self._native.look_again()
         self._can_record = None
 
@@ -193,7 +193,10 @@ class PackedStep:
         *,
         native_only: bool = False,
     ) -> list[Tensor] | None:
-        """Run one forward pass; return None if `native_only` is set but torch must run blocks."""
+        """Run one forward pass over all rows.
+
+        Returns None if `native_only` is set, but the C++ decoding step does not support a block.
+        """
         if self._can_record is None:
             self._can_record = can_record(self.model, self.cache.device)
         if self._can_record and set(num_scored) == {1}:

@@ -190,7 +190,10 @@ class PagedCache:
         query: Tensor,
         min_length: int = 1,
     ) -> Tensor:
-        """Compute attention per sequence; outputs of those shorter than `min_length` are undefined.
+        """Compute attention per sequence.
+
+        Sequences with fewer than `min_length` tokens in this step are skipped, as the caller
+        computes their outputs with another kernel.
 
         Shape:
             query: (1, N, T, H); returns the same shape

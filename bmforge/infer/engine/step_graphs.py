@@ -40,7 +40,7 @@ class StepGraphs:
     """Runs decoding steps with one token per sequence, with a graph per batch size and width.
 
     The width is that of the page table. The batch size is rounded up, to record few graphs. The
-    first step of a size runs without a graph, which compiles its kernels; the second one is
+    first step of a size runs without a graph, so that its kernels are compiled; the second one is
     recorded.
 
     Args:

@@ -203,5 +203,5 @@ class FixedTables:
         return self._on_device
 
     def forget(self) -> None:
-        """Convert the tensors from int32 again in the next call of `at`."""
+        """Discard the converted tensors, so that the next call of `at` converts them again."""
         self._on_device = None

@@ -73,7 +73,7 @@ class TextStream:
         return ids[begin:], boundary - begin
 
     def _is_broken(self, ids: Sequence[int], edge: int) -> bool:
-        """Return True if the ids' text begins (0) or ends (-1) with an incomplete character."""
+        """Return True if the text starts (`edge` 0) or ends (-1) with an incomplete character."""
         text: str = self._tokenizer.decode_written(ids)
         return bool(text) and text[edge] == _BROKEN
 
