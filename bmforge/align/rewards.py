@@ -244,8 +244,6 @@ class RewardSet:
                 "no reward is set. Pass --reward module:function, or a verifier such as "
                 "--reward exact:answer."
             )
-        if timeout_s <= 0:
-            raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0.")
         self._sources, self.weights, self._timeout_s = dict(sources), list(weights), timeout_s
         self.failures = dict.fromkeys(self._sources, 0)
 
@@ -349,6 +347,8 @@ def open_rewards(
     Raises:
         ConfigError: no reward is given, or a reward cannot be loaded.
     """
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite.")
     sources: dict[str, Scorer] = {}
     pairs = [read_weight(r) if isinstance(r, str) else (name_of(r), 1.0) for r in rewards]
     names = name_rewards([spec for spec, _ in pairs])

@@ -23,6 +23,7 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import World, build_mesh, init_distributed
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.build import build_model
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
@@ -77,7 +78,9 @@ def train_distill(config: Any) -> RunResult:
     Raises:
         BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    head = traits_of(config.model).writing_head
+    refuse_idle_options(config, head=head)
+    return run_recipe(config, _open_data, head=head)
 
 
 def describe_teacher(config: Any) -> tuple[Path, Any]:

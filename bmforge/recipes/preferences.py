@@ -21,6 +21,7 @@ from bmforge.align.reference import Reference, adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
 from bmforge.errors import ConfigError, suggest
 from bmforge.parallel import World
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.preference_rows import (
@@ -137,7 +138,9 @@ def train_preferences(config: Any) -> RunResult:
     read_options(config)
     check_reference_copy(config, reference_kind(config) == "copy")
     check_prefix_sharing(config)
-    return run_recipe(config, _open_data, head=traits_of(config.model).writing_head)
+    head = traits_of(config.model).writing_head
+    refuse_idle_options(config, head=head)
+    return run_recipe(config, _open_data, head=head)
 
 
 def read_options(config: Any) -> MethodOptions:

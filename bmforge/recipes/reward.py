@@ -19,6 +19,7 @@ from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import World
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.preference_rows import PreferencePairs
 from bmforge.recipes.inputs.splitting import refuse_split
@@ -79,9 +80,9 @@ def train_reward(config: Any) -> RunResult:
     _check(config)
     is_process = config.supervision == "process"
     open_data = _open_steps if is_process else _open_pairs
-    return run_recipe(
-        with_reward_head(config), open_data, head=PROCESS_HEAD if is_process else _HEAD
-    )
+    head, labels = (PROCESS_HEAD, 2) if is_process else (_HEAD, 1)
+    refuse_idle_options(config, head=head, num_labels=labels)
+    return run_recipe(with_reward_head(config), open_data, head=head)
 
 
 def _check(config: Any) -> None:
