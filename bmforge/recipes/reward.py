@@ -119,7 +119,9 @@ def _open_pairs(config: Any, rows: World) -> TrainingData:
     check_length(config)
     tokenizer, template, save = open_template(config)
     learned, held_out = (
-        PreferencePairs(encode_files(paths, config, tokenizer, template), data.seq_len)
+        PreferencePairs(
+            encode_files(paths, config, tokenizer, template, has_margins=True), data.seq_len
+        )
         if paths
         else None
         for paths in (data.paths, data.validation)
