@@ -31,17 +31,24 @@ __all__ = [
     "RewardProcess",
     "RewardSet",
     "Scorer",
+    "TEMPLATE_OPTIONS",
     "ToolProcess",
     "open_rewards",
 ]
 
 Rewards = list[float | None]
+# Entry of a reward model's batch: tools and template variables of each prompt.
+TEMPLATE_OPTIONS = "template_options"
 # Time limit in seconds for starting a function's process; imports may take long.
 _START_TIMEOUT_S = 60.0
 
 
 class Scorer(Protocol):
-    """Interface of reward sources, which score batches of answers."""
+    """Interface of reward sources, which score batches of answers.
+
+    If a source has the attribute `renders_prompts` set to True, its batches also have the entry
+    `TEMPLATE_OPTIONS` (see `RewardSet.score_and_log`).
+    """
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
         """Return a batch's rewards, or a `RewardReply`; raise an exception if the call fails."""
@@ -244,8 +251,6 @@ class RewardSet:
                 "no reward is set. Pass --reward module:function, or a verifier such as "
                 "--reward exact:answer."
             )
-        if timeout_s <= 0:
-            raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0.")
         self._sources, self.weights, self._timeout_s = dict(sources), list(weights), timeout_s
         self.failures = dict.fromkeys(self._sources, 0)
 
@@ -259,13 +264,18 @@ class RewardSet:
         return self.score_and_log(batch)[0]
 
     def score_and_log(
-        self, batch: Mapping[str, Any], state: Mapping[str, int] | None = None
+        self,
+        batch: Mapping[str, Any],
+        state: Mapping[str, int] | None = None,
+        template_options: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[dict[str, Rewards], RewardReply]:
         """Return the rewards of every source, None for unscored answers, and the logged values.
 
         Args:
             batch: ``prompts``, ``completions``, ``completion_ids`` and columns, of equal lengths.
             state: fields of ``trainer_state``, for functions that accept it.
+            template_options: for each prompt, the tools and variables with which the policy's chat
+                template rendered it; only reward models get them, since functions have the columns.
 
         Returns:
             dict from source name to rewards, and a reply with the columns and metrics that the
@@ -274,8 +284,10 @@ class RewardSet:
         if state is not None:
             batch = {**batch, STATE_ARGUMENT: dict(state)}
         logged, rewards = RewardReply(None, {}, {}), {}
-        for name in self._sources:
-            rewards[name], reply = self._score(name, batch, len(batch["completions"]))
+        rendered = {**batch, TEMPLATE_OPTIONS: template_options}
+        for name, source in self._sources.items():
+            given = rendered if getattr(source, "renders_prompts", False) else batch
+            rewards[name], reply = self._score(name, given, len(batch["completions"]))
             logged.columns.update(reply.columns)
             logged.metrics.update(reply.metrics)
         return rewards, logged
@@ -342,6 +354,8 @@ def open_rewards(
     Raises:
         ConfigError: no reward is given, or a reward cannot be loaded.
     """
+    if not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite.")
     sources: dict[str, Scorer] = {}
     pairs = [read_weight(r) if isinstance(r, str) else (name_of(r), 1.0) for r in rewards]
     names = name_rewards([spec for spec, _ in pairs])

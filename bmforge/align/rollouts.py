@@ -248,7 +248,7 @@ class RolloutLoader:
         }
         done = self.rollouts * self.steps_per_rollout
         state = {"global_step": done, "max_steps": self._max_steps}
-        scored, logged = rewards.score_and_log(batch, state)
+        scored, logged = rewards.score_and_log(batch, state, [row.template_options for row in rows])
         for name, values in scored.items():
             for answer, value in zip(answers, values, strict=True):
                 answer.rewards[name] = value

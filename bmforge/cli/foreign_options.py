@@ -98,6 +98,7 @@ _TRAIN = {
     "reference precomputed": "precompute-ref-log-probs",
     "reward": "reward-funcs reward-func reward-model reward-model-name-or-path reward-model-path",
     "teacher": "teacher-model teacher-model-name-or-path",
+    "distill-top-k": "loss-top-k distill.top-k",
     "rl.beta": "beta kl-coef init-kl-coef",
     "rl.clip-low": "epsilon cliprange eps-clip",
     "rl.clip-high": "epsilon-high",

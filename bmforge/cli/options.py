@@ -327,6 +327,7 @@ class PlanCommand:
         reference_offload: keep the reference copy of preferences in host memory during steps.
         value_model: include the value model of --task rl with --method ppo.
         teacher: teacher model of --task distill: a preset, or a model directory.
+        distill_top_k: value of distill_top_k for --task distill (0: the whole vocabulary).
         max_num_seqs: number of answers that rl and distill generate at once (if None: 64).
         set: fields of the model's config to change, each as field=value.
         changes: structural changes to the model, such as adapters or pruning, as JSON text or a
@@ -367,6 +368,7 @@ class PlanCommand:
     reference_offload: bool = False
     value_model: bool = False
     teacher: str | None = None
+    distill_top_k: int = 0
     max_num_seqs: int | None = None
     set: tuple[str, ...] = ()
     changes: str | None = None

@@ -17,11 +17,12 @@ from bmforge.cli.plan_json import plan_to_dict
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_tasks import (
     DATA_VARIABLES,
-    TASK_STEPS,
     check_task,
     head_of_task,
     plan_residents,
     supports_layout,
+    task_step,
+    traced_task,
 )
 from bmforge.cli.plan_workload import build_value_model, read_model, trained_names, workload_of
 from bmforge.device import parse_dtype
@@ -89,7 +90,7 @@ def make_request(command: PlanCommand) -> PlanRequest:
         row_tokens,
         trained_names(command, config, command.task),
         parse_dtype(precision),
-        command.task,
+        traced_task(command),
     )
     return PlanRequest(
         workload,
@@ -143,7 +144,7 @@ def run_plan_command(command: PlanCommand) -> None:
     layouts = tuple(
         layout
         for layout in sensible_layouts(request)
-        if supports_layout(command.task, layout, command.gpus)
+        if supports_layout(traced_task(command), layout, command.gpus)
     )
     with ProgressBar("plan", len(layouts)) as bar:
         result = plan(
@@ -308,6 +309,8 @@ def _model_options(command: PlanCommand) -> list[str]:
     options += ["--reference-offload"] if command.reference_offload else []
     if command.teacher is not None:
         options.append(f"--teacher {shlex.quote(command.teacher)}")
+        top_k = command.distill_top_k
+        options += [f"--distill-top-k {top_k}"] if top_k else []
     if command.task == "rl":
         options.append('--reward "${REWARD:?module:function}"')
         options += ["--method ppo"] if command.value_model else []
@@ -326,7 +329,7 @@ def _model_options(command: PlanCommand) -> list[str]:
 
 
 def _options(request: PlanRequest, choice: Any, task: str) -> list[str]:
-    sequence_tokens = request.workload.row_tokens // TASK_STEPS[task].sequences
+    sequence_tokens = request.workload.row_tokens // task_step(task).sequences
     options: dict[str, Any] = {
         f"layout.{n.replace('_', '-')}": v for n, v in choice.layout.unusual().items()
     }

@@ -6,8 +6,10 @@ but not their metrics, which are a few numbers per token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from bmforge.align.scoring import score_tokens
 from bmforge.errors import ConfigError
 from bmforge.nn import HeadInput
-from bmforge.nn.jensen_shannon import linear_jsd
+from bmforge.nn.jensen_shannon import generalized_jsd, linear_jsd
+from bmforge.nn.subset_logprobs import linear_subset_logprobs
 from bmforge.parallel import Layout
 from bmforge.parallel.planner.workload import Resident
 from bmforge.recipes.reference_model import store_reference_
@@ -36,6 +39,8 @@ __all__ = [
     "head_of_task",
     "plan_residents",
     "supports_layout",
+    "task_step",
+    "traced_task",
 ]
 
 Batch = dict[str, Tensor]
@@ -80,6 +85,19 @@ def _reward(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+def _top_k_divergence(top_k: int, model: nn.Module, batch: Batch) -> Tensor:
+    """Return a loss like `_divergence` that compares k tokens of every position."""
+
+    def measure(head: HeadInput, targets: Tensor, num_items: Any, vocab: Any) -> Tensor:
+        count = min(top_k, head.weight.shape[0] if vocab is None else vocab.rows)
+        ids = torch.zeros(len(targets), count, dtype=torch.long, device=targets.device)
+        own = linear_subset_logprobs(head, ids, vocab=vocab)
+        return generalized_jsd(own, torch.zeros_like(own), 1.0)[None]
+
+    loss: Tensor = model(**batch, num_items_in_batch=measure).loss.sum()
+    return loss
+
+
 def _divergence(model: nn.Module, batch: Batch) -> Tensor:
     """Return a loss that needs as much memory as distillation; the student is its own teacher."""
 
@@ -103,6 +121,19 @@ TASK_STEPS: Mapping[str, TaskStep] = {
 }
 
 
+def task_step(task: str) -> TaskStep:
+    """Return the step of a task: a key of `TASK_STEPS`, or distill:K for K tokens per position."""
+    name, _, top_k = task.partition(":")
+    if not top_k:
+        return TASK_STEPS[name]
+    return dataclasses.replace(TASK_STEPS[name], run=partial(_top_k_divergence, int(top_k)))
+
+
+def traced_task(command: Any) -> str:
+    """Return the task of a `PlanCommand` as `task_step` takes it."""
+    return f"{command.task}:{command.distill_top_k}" if command.distill_top_k else command.task
+
+
 # Task -> shell variable for the data, which a plan does not know.
 DATA_VARIABLES: Mapping[str, str] = {
     "pretrain": "${CORPUS:?what bmforge prepare wrote}",
@@ -115,7 +146,10 @@ DATA_VARIABLES: Mapping[str, str] = {
 
 
 def supports_layout(task: str, layout: Layout, processes: int) -> bool:
-    """Return True if a task supports a layout; distillation needs data parallelism or ZeRO."""
+    """Return True if a task supports a layout.
+
+    Distillation over the whole vocabulary supports only data parallelism and ZeRO.
+    """
     return task != "distill" or layout.row_groups(processes) == processes
 
 
@@ -139,6 +173,11 @@ def check_task(command: Any) -> None:
     if (command.teacher is not None) != (task == "distill"):
         raise ConfigError(
             "--teacher MODEL is required with --task distill, and has no effect with other tasks."
+        )
+    if command.distill_top_k and (task != "distill" or command.distill_top_k < 0):
+        raise ConfigError(
+            f"--distill-top-k {command.distill_top_k} must be at least 0, and has an effect only "
+            "with --task distill."
         )
     if command.max_num_seqs is not None and not is_rollout:
         raise ConfigError(
@@ -206,7 +245,8 @@ def plan_residents(
     if command.task not in ("rl", "distill"):
         return tuple(residents)
     if command.teacher is not None:
-        residents.append(teacher_copy(make_teacher(command.teacher)))
+        is_sharded = command.distill_top_k > 0 and command.gpus > 1
+        residents.append(teacher_copy(make_teacher(command.teacher), is_sharded=is_sharded))
     if command.value_model:
         residents.append(value_model(make_value()))
     policy = make_policy()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from bmforge.cli.plan_tasks import TASK_STEPS, head_of_task
+from bmforge.cli.plan_tasks import head_of_task, task_step
 from bmforge.config import config_to_dict
 from bmforge.errors import ConfigError, suggest
 from bmforge.models import Model, freeze_base_
@@ -32,6 +32,7 @@ from bmforge.nn import (
     mlp,
     norm,
     recompute,
+    subset_logprobs,
 )
 from bmforge.parallel import expert
 from bmforge.parallel.planner.storage_tracker import Follower
@@ -120,7 +121,7 @@ def workload_of(
         trained: names of the modules to train, in addition to those that changes add; None for all
             modules.
         frozen_dtype: dtype in which frozen floating-point weights are stored.
-        task: task whose loss is included in the estimate, a key of `TASK_STEPS`.
+        task: task whose loss is included in the estimate, see `task_step`.
 
     Raises:
         ConfigError: sequences are longer than the model allows, or shorter than two tokens.
@@ -157,7 +158,7 @@ def workload_of(
     frozen = None if trained is None else sorted(trained)
     sizes = config_to_dict(config.replace(raw={}))
     key_values = (family.__name__, sizes, row_tokens, frozen, str(frozen_dtype), task)
-    step = TASK_STEPS[task]
+    step = task_step(task)
     return Workload(
         name,
         _ShallowModels(make, first[0]),
@@ -280,6 +281,7 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
         (losses, "split_chunks", few_chunks),
         (logprobs, "split_chunks", few_chunks),
         (jensen_shannon, "split_chunks", few_chunks),
+        (subset_logprobs, "split_chunks", few_chunks),
         (losses, "is_host", lambda device: follower.copies),  # fake tensors are on the CPU
         (norm, "host_rms_norm", _FakeHostNorm.apply),
         (mlp, "host_gated", _FakeHostGated.apply),

@@ -15,8 +15,8 @@ data.micro-batch-size data.mirror data.paths data.prefetch-steps data.prefix-sha
 data.reset-at-documents data.seed data.seeds data.seq-len data.shots data.skip-bad
 data.smallest-crop data.split data.std data.task data.tokenizer data.train-split data.validation
 data.validation-batches data.validation-fraction data.weights data.where desirable-weight
-distill-temperature epochs export export-dtype family freeze-base init-from join jsd-beta
-label-smoothing layout.cp layout.cp-method layout.dp-replicate layout.ep layout.pp
+distill-temperature distill-top-k epochs export export-dtype family freeze-base init-from join
+jsd-beta label-smoothing layout.cp layout.cp-method layout.dp-replicate layout.ep layout.pp
 layout.pp-balance layout.pp-cut layout.pp-schedule layout.pp-stages-per-rank
 layout.sequence-parallel layout.tp layout.zero license long-ratio loss-scale.fixed
 loss-scale.growth-interval-steps loss-scale.hysteresis loss-scale.init-scale

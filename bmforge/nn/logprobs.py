@@ -9,6 +9,7 @@ backward recomputes the logits tile by tile.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from bmforge.nn.losses import check_classes, find_labeled, find_tiling, split_ch
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
-__all__ = ["linear_logprobs"]
+__all__ = ["backward_tiles", "linear_logprobs"]
 
 
 class _Options(NamedTuple):
@@ -63,24 +64,50 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, labels, log_mass, entropy, *added = ctx.saved_tensors
         weight = ctx.rows if weight is None else weight
         wide = wide_dtype(hidden.dtype)
-        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         each = _Derivative(labels, grads[0].to(wide), log_mass, entropy, ctx.options)
-        logits = TiledLogits(head, ctx.tiling, ctx.options.softcap)
-        unit = torch.ones((), dtype=wide)
-        for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
-            tokens = slice(start, start + count)
-            for first, size in split_chunks(weight.shape[0], ctx.tiling.columns):
-                tile = logits.make(tokens, first, size)
-                each.differentiate_(tile, tokens, first)
-                columns = slice(first, first + size)
-                head.collect_(logits.narrow(tile, unit.to(tile.device)), tokens, columns)
-            head.finish_tokens_(tokens)
-        inputs = (hidden, weight, bias, *added)
-        cast = [
-            None if grad is None or tensor is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(head.grads, inputs, strict=True)
-        ]
+        cast = backward_tiles(
+            (hidden, weight, bias, *added),
+            ctx.needs_input_grad,
+            ctx.tiling,
+            ctx.options.softcap,
+            each.differentiate_,
+        )
         return *cast[:3], None, None, None, *cast[3:]
+
+
+def backward_tiles(
+    inputs: Sequence[Any],
+    needs: Sequence[bool],
+    tiling: Tiling,
+    softcap: float | None,
+    differentiate_: Callable[[Tensor, slice, int], None],
+) -> list[Tensor | None]:
+    """Recompute a head's logits tile by tile; return the gradients of its inputs.
+
+    Args:
+        inputs: hidden states, weight, bias, and the low-rank factors.
+        needs: see `TiledHead`.
+        tiling: sizes of the tiles.
+        softcap: cap of the logits, see `TiledLogits`.
+        differentiate_: function (tile, tokens, first column) that overwrites a tile of logits with
+            the gradient of the loss.
+    """
+    hidden, weight, bias, *added = inputs
+    wide = wide_dtype(hidden.dtype)
+    head = TiledHead(hidden, weight, bias, added, needs, wide)
+    logits = TiledLogits(head, tiling, softcap)
+    unit = torch.ones((), dtype=wide, device=hidden.device)
+    for start, count in split_chunks(hidden.shape[0], tiling.tokens):
+        tokens = slice(start, start + count)
+        for first, size in split_chunks(weight.shape[0], tiling.columns):
+            tile = logits.make(tokens, first, size)
+            differentiate_(tile, tokens, first)
+            head.collect_(logits.narrow(tile, unit), tokens, slice(first, first + size))
+        head.finish_tokens_(tokens)
+    return [
+        None if grad is None or tensor is None else grad.to(tensor.dtype)
+        for grad, tensor in zip(head.grads, inputs, strict=True)
+    ]
 
 
 def _score_tiles(

@@ -5,6 +5,8 @@ The loss compares the student's distribution with the teacher's at every token.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,23 @@ from bmforge.align.rollout_metrics import metric_names
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
-from bmforge.parallel import World, init_distributed
+from bmforge.parallel import World, build_mesh, init_distributed
+from bmforge.recipes.adapters import AdapterConfig
+from bmforge.recipes.build import build_model
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.rollout_run import RolloutRun, default_training
 from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import traits_of
+from bmforge.recipes.start import soft_prompt_length, traits_of
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.train import TrainConfig
 
-__all__ = ["OnPolicyDistillationConfig", "describe_teacher", "train_distill"]
+__all__ = [
+    "OnPolicyDistillationConfig",
+    "describe_teacher",
+    "shards_teacher",
+    "train_distill",
+]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +51,10 @@ class OnPolicyDistillationConfig(RunConfig):
         jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
             forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric.
         distill_temperature: divisor of both models' logits in the loss.
+        distill_top_k: number of the teacher's most likely tokens that the loss compares at each
+            position, with all other tokens as one more outcome (TRL's loss_top_k with
+            loss_add_tail); 0 compares the whole vocabulary. Needed for tensor, pipeline and context
+            parallelism, with which the teacher is sharded like the student.
         rollout: options for generating answers.
         template: chat template for prompts that are conversations, as in `train conversations`.
     """
@@ -50,6 +64,7 @@ class OnPolicyDistillationConfig(RunConfig):
     teacher: str | None = None
     jsd_beta: float = 1.0
     distill_temperature: float = 1.0
+    distill_top_k: int = 0
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(num_generations=1))
     template: Path | None = None
 
@@ -63,7 +78,9 @@ def train_distill(config: Any) -> RunResult:
     Raises:
         BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
+    head = traits_of(config.model).generation_head
+    refuse_idle_options(config, head=head)
+    return run_recipe(config, _open_data, head=head)
 
 
 def describe_teacher(config: Any) -> tuple[Path, Any]:
@@ -78,35 +95,72 @@ def describe_teacher(config: Any) -> tuple[Path, Any]:
     return directory, AutoModel.describe_pretrained(directory)[0]
 
 
-def _check_layout(config: Any) -> None:
-    """Raise `ConfigError` for layouts and options that distillation does not support."""
-    processes = init_distributed().size
-    if config.layout.row_groups(processes) != processes:
+def shards_teacher(config: Any, processes: int) -> bool:
+    """Return True if a run's teacher has the layout of the student, not a copy per process."""
+    return config.distill_top_k > 0 and processes > 1
+
+
+def _check_options(config: Any) -> None:
+    """Raise `ConfigError` for numbers out of range, and for layouts and options without support."""
+    if not 0 <= config.jsd_beta <= 1:
+        raise ConfigError(f"jsd_beta={config.jsd_beta} must be from 0 to 1.")
+    if not 0 < config.distill_temperature < math.inf:
         raise ConfigError(
-            "on-policy distillation supports data parallelism and layout.zero, but not tensor, "
-            "pipeline or context parallelism. Set layout.tp=1, layout.pp=1 and layout.cp=1."
+            f"distill_temperature={config.distill_temperature} must be above 0, and finite."
+        )
+    if config.distill_top_k < 0:
+        raise ConfigError(
+            f"distill_top_k={config.distill_top_k} must be at least 0 (0: the whole vocabulary)."
+        )
+    processes = init_distributed().size
+    if not config.distill_top_k and config.layout.row_groups(processes) != processes:
+        raise ConfigError(
+            "on-policy distillation over the whole vocabulary supports data parallelism and "
+            "layout.zero, but not tensor, pipeline or context parallelism. Set distill_top_k "
+            "(--distill-top-k 64), or layout.tp=1, layout.pp=1 and layout.cp=1."
+        )
+    if config.layout.cp > 1 and soft_prompt_length(config):
+        raise ConfigError(
+            "adapter.kind='soft-prompt' is not supported with layout.cp above 1 in distillation, "
+            "because student and teacher would split their sequences at other tokens. Set "
+            "layout.cp=1, or use another adapter."
         )
     for name in ("exact_logprobs", "tools", "mask_truncated_completions", "overlong_tokens"):
         if getattr(config.rollout, name):
             raise ConfigError(f"rollout.{name} has no effect in distillation. Leave it out.")
 
 
+def _open_teacher(config: Any, directory: Path, described: Any, rows: World) -> Any:
+    """Load the teacher: whole on every process, or with the student's layout."""
+    world = init_distributed()
+    if not shards_teacher(config, world.size):
+        return AutoModel.from_pretrained(directory, dtype=torch.float32, device=rows.device)
+    own = dataclasses.replace(
+        config,
+        init_from=str(directory),
+        model=described.config.replace(raw={}),
+        changes=(),
+        adapter=AdapterConfig(),
+        base_dtype=None,
+        freeze_base=False,
+        new_head=False,
+    )
+    return build_model(own, world, build_mesh(config.layout, rows.device))[0]
+
+
 def _open_data(config: Any, rows: World) -> TrainingData:
-    if not 0 <= config.jsd_beta <= 1:
-        raise ConfigError(f"jsd_beta={config.jsd_beta} must be from 0 to 1.")
-    if not config.distill_temperature > 0:
-        raise ConfigError(f"distill_temperature={config.distill_temperature} must be above 0.")
-    _check_layout(config)
+    _check_options(config)
     directory, described = describe_teacher(config)
     run = RolloutRun(config, rows)
     vocabularies = run.tokenizer.get_vocab(), AutoTokenizer.from_pretrained(directory).get_vocab()
     check_vocabularies(config.model, described.config, vocabularies)
-    teacher = AutoModel.from_pretrained(directory, dtype=torch.float32, device=rows.device)
+    teacher = _open_teacher(config, directory, described, rows)
     loader = run.open_loader(None, Policy())
     objective = DistillationObjective(
         teacher.eval().requires_grad_(False),
         config.jsd_beta,
         config.distill_temperature,
         (metric_names([]), lambda: loader.metrics),
+        config.distill_top_k,
     )
     return run.training_data(objective, lambda model: None)

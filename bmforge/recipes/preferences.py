@@ -19,8 +19,9 @@ from bmforge.align.losses import METHODS, MethodOptions
 from bmforge.align.preferences import PairObjective, UnpairedObjective
 from bmforge.align.reference import Reference, adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.parallel import World
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.preference_rows import (
@@ -138,7 +139,9 @@ def train_preferences(config: Any) -> RunResult:
     read_options(config)
     check_reference_copy(config, reference_kind(config) == "copy")
     check_prefix_sharing(config)
-    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
+    head = traits_of(config.model).generation_head
+    refuse_idle_options(config, head=head)
+    return run_recipe(config, _open_data, head=head)
 
 
 def read_options(config: Any) -> MethodOptions:
@@ -215,10 +218,27 @@ def open_template(config: Any) -> tuple[Any, ChatTemplate, Any]:
 
 
 def encode_files(
-    paths: Sequence[str], config: Any, tokenizer: Any, template: ChatTemplate
+    paths: Sequence[str],
+    config: Any,
+    tokenizer: Any,
+    template: ChatTemplate,
+    has_margins: bool = False,
 ) -> list[EncodedPair]:
-    """Read preferences from files and encode them."""
+    """Read preferences from files and encode them.
+
+    Raises:
+        DataError: a record has a margin or scores, but the loss has none (`has_margins`), and
+            `data.ignore` does not name them; also for the reasons given in `encode_preference`.
+    """
     examples: list[PreferenceExample] = [e for path in paths for e in read_preferences(path)]
+    for example in () if has_margins else examples:
+        idle = [name for name in example.margin_fields if name not in config.data.ignore]
+        if idle:
+            raise DataError(
+                f"{example.location} has the fields {', '.join(idle)}, which have no effect on "
+                "preference optimization; only reward models use margins. Ignore them with "
+                f"--data.ignore {' '.join(idle)}."
+            )
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
 

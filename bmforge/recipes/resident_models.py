@@ -44,9 +44,14 @@ def reference_copy(
     return Resident("reference", size, is_sharded=True, is_offloaded=is_offloaded)
 
 
-def teacher_copy(model: nn.Module) -> Resident:
-    """Return the memory of the distillation teacher: fp32 weights, replicated on every process."""
-    return Resident("teacher", _fp32_bytes(model), is_sharded=False)
+def teacher_copy(model: nn.Module, *, is_sharded: bool = False) -> Resident:
+    """Return the memory of the distillation teacher, with fp32 weights.
+
+    Args:
+        model: teacher on the meta device.
+        is_sharded: whether the teacher has the student's layout, not a copy per process.
+    """
+    return Resident("teacher", _fp32_bytes(model), is_sharded=is_sharded)
 
 
 def value_model(model: nn.Module) -> Resident:
@@ -103,7 +108,11 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
         policy: trained model on the meta device, with its adapter.
         processes: number of processes.
     """
-    from bmforge.recipes.distill import OnPolicyDistillationConfig, describe_teacher
+    from bmforge.recipes.distill import (
+        OnPolicyDistillationConfig,
+        describe_teacher,
+        shards_teacher,
+    )
     from bmforge.recipes.preferences import PreferencesConfig, reference_kind
     from bmforge.recipes.rl import ReinforcementConfig
     from bmforge.recipes.value_model import describe_value_model
@@ -112,7 +121,8 @@ def list_resident_models(config: Any, policy: nn.Module, processes: int) -> tupl
         return (_copied_reference(config, policy),) if reference_kind(config) == "copy" else ()
     residents: list[Resident] = []
     if isinstance(config, OnPolicyDistillationConfig):
-        residents.append(teacher_copy(describe_teacher(config)[1]))
+        is_sharded = shards_teacher(config, processes)
+        residents.append(teacher_copy(describe_teacher(config)[1], is_sharded=is_sharded))
     elif isinstance(config, ReinforcementConfig):
         policy_loss = config.rl.resolve(config.method)
         if policy_loss.beta and config.adapter.kind is None:
@@ -139,7 +149,10 @@ def _copied_reference(config: Any, policy: nn.Module) -> Resident:
 
 
 def planned_task(config: Any) -> tuple[str, int]:
-    """Return the planner's task name for a recipe's run, and its sequence length in tokens."""
+    """Return the planner's task of a recipe's run, and its sequence length in tokens.
+
+    The task distill:K compares K tokens of every position (`distill_top_k`).
+    """
     from bmforge.recipes.distill import OnPolicyDistillationConfig
     from bmforge.recipes.preferences import PreferencesConfig
     from bmforge.recipes.reward import RewardConfig
@@ -153,7 +166,9 @@ def planned_task(config: Any) -> tuple[str, int]:
     if isinstance(config, ReinforcementConfig):
         return "rl", length + config.rollout.max_new_tokens
     if isinstance(config, OnPolicyDistillationConfig):
-        return "distill", length + config.rollout.max_new_tokens
+        top_k = config.distill_top_k
+        task = f"distill:{top_k}" if top_k else "distill"
+        return task, length + config.rollout.max_new_tokens
     return "pretrain", length
 
 

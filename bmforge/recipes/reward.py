@@ -19,6 +19,7 @@ from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import World
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.preference_rows import PreferencePairs
 from bmforge.recipes.inputs.splitting import refuse_split
@@ -77,7 +78,8 @@ def train_reward(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     _check(config)
-    head = PROCESS_HEAD if config.supervision == "process" else _HEAD
+    head, labels = (PROCESS_HEAD, 2) if config.supervision == "process" else (_HEAD, 1)
+    refuse_idle_options(config, head=head, num_labels=labels)
     return run_recipe(with_reward_head(config), open_reward_data, head=head)
 
 
@@ -120,7 +122,9 @@ def _open_pairs(config: Any, rows: World) -> TrainingData:
     check_length(config)
     tokenizer, template, save = open_template(config)
     learned, held_out = (
-        PreferencePairs(encode_files(paths, config, tokenizer, template), data.seq_len)
+        PreferencePairs(
+            encode_files(paths, config, tokenizer, template, has_margins=True), data.seq_len
+        )
         if paths
         else None
         for paths in (data.paths, data.validation)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from bmforge.align.reward_names import read_weight
-from bmforge.align.rewards import RewardSet, open_rewards
+from bmforge.align.rewards import TEMPLATE_OPTIONS, RewardSet, open_rewards
 from bmforge.align.verifiers import COLUMN_KINDS, missing_column
 from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
 from bmforge.data.sources.step_labels import StepExample
 from bmforge.errors import ConfigError
+from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.recipes.inputs.conversation_rows import EncodedRow
@@ -128,17 +129,22 @@ def open_reward_model(
 class _Scorer:
     """Base class of reward models: loads the tokenizer, and runs batches of encoded answers."""
 
+    renders_prompts = True
+
     def __init__(self, directory: Path, model: Any) -> None:
         self._model = model
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._template = ChatTemplate(find_template(directory), self._tokenizer)
         self._device = next(model.parameters()).device
+        self._name, self._unread_options = directory.name, set[str]()
 
     @torch.no_grad()
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> list[float]:
         """Return the reward of each answer; the time limit does not apply to a forward pass."""
-        pairs = zip(batch["prompts"], batch["completions"], strict=True)
-        rows = [self._encode(prompt, completion) for prompt, completion in pairs]
+        prompts, completions = batch["prompts"], batch["completions"]
+        options = batch.get(TEMPLATE_OPTIONS) or [{}] * len(prompts)
+        parts = zip(prompts, completions, map(self._read_options, options), strict=True)
+        rows = [self._encode(*part) for part in parts]
         rewards: list[float] = []
         for start in range(0, len(rows), _ROWS):
             chunk = rows[start : start + _ROWS]
@@ -148,7 +154,25 @@ class _Scorer:
     def close(self) -> None:
         """Do nothing, since the model has no processes to end."""
 
-    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
+    def _read_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a prompt's tools, and the variables that the reward model's template reads.
+
+        A template of a reward model may not read all options of the policy's template; the log
+        names each of them once.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        unread = given.keys() - self._template.variables
+        for name in sorted(unread - self._unread_options):
+            get_logger().warning(
+                "reward model %s: its chat template does not use %s, so the answers are scored "
+                "without it.",
+                *(self._name, name),
+            )
+        self._unread_options |= unread
+        given = {name: value for name, value in given.items() if name not in unread}
+        return {"tools": given.pop("tools", None), "fields": given}
+
+    def _encode(self, prompt: Any, completion: Any, options: Mapping[str, Any]) -> EncodedRow:
         raise NotImplementedError(f"{type(self).__name__} must implement _encode.")
 
     def _read(self, logits: Tensor, rows: Sequence[EncodedRow]) -> list[float]:
@@ -177,8 +201,8 @@ class RewardModel(_Scorer):
         model: sequence classifier with one output.
     """
 
-    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
-        example = PreferenceExample("a completion", prompt, completion, None)
+    def _encode(self, prompt: Any, completion: Any, options: Mapping[str, Any]) -> EncodedRow:
+        example = PreferenceExample("a completion", prompt, completion, None, **options)
         ignore = _find_unread(prompt, self._template)
         row = encode_preference(example, self._template, self._tokenizer, ignore).chosen
         assert row is not None
@@ -209,10 +233,10 @@ class ProcessRewardModel(_Scorer):
         self._separator: str = settings.get("step_separator", STEP_SEPARATOR)
         self._aggregation = aggregation
 
-    def _encode(self, prompt: Any, completion: Any) -> EncodedRow:
+    def _encode(self, prompt: Any, completion: Any, options: Mapping[str, Any]) -> EncodedRow:
         steps = split_steps(_text_of(completion), self._separator)
         # Labels only mark the ends of the steps; their values are not used.
-        example = StepExample("a completion", prompt, tuple(steps), (True,) * len(steps))
+        example = StepExample("a completion", prompt, tuple(steps), (True,) * len(steps), **options)
         ignore = _find_unread(prompt, self._template)
         return encode_steps(example, self._template, self._tokenizer, self._separator, ignore)
 

@@ -19,6 +19,7 @@ from bmforge.align.rollout_metrics import metric_names
 from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
+from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.reference_model import make_reference_copy
 from bmforge.recipes.reward_scores import StepAggregation, check_columns, open_reward_sources
@@ -73,7 +74,9 @@ def train_rl(config: Any) -> RunResult:
         BmforgeError: a reward function cannot be loaded; also for the reasons given in
             `run_recipe`.
     """
-    return run_recipe(config, _open_data, head=traits_of(config.model).generation_head)
+    head = traits_of(config.model).generation_head
+    refuse_idle_options(config, head=head)
+    return run_recipe(config, _open_data, head=head)
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:

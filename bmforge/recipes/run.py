@@ -31,6 +31,7 @@ from bmforge.parallel import (
     data_parallel_rank,
     data_parallel_size,
     init_distributed,
+    is_half,
     run_everywhere,
     run_on_first,
 )
@@ -252,6 +253,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     provenance = find_provenance(config)
     data = open_data(config, rows)
+    _refuse_idle(config, data)
     if asks_teacher(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
     run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
@@ -261,6 +263,13 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         raise ConfigError(
             "train.disable_dropout=True runs the model in evaluation mode, in which compression "
             "has no effect. Leave it out."
+        )
+    if not config.train.master_weights and not any(
+        is_half(parameter) for parameter in model.parameters() if parameter.requires_grad
+    ):
+        raise ConfigError(
+            "train.master_weights=False has no effect, because all trained parameters of this run "
+            "are in fp32. Leave it out."
         )
     log_trained(model, config)
     model.provenance = provenance
@@ -305,6 +314,20 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         get_logger().info("report: %s", write_report(config.run_dir))
     run_on_first(lambda: _check_saved(trainer))
     return RunResult(model, trainer.step, evaluation, world, trainer.stopped)
+
+
+def _refuse_idle(config: Any, data: TrainingData) -> None:
+    """Raise `ConfigError` for training options that have no effect on the run's data."""
+    if config.train.eval_every_steps is not None and not data.held_out:
+        raise ConfigError(
+            f"train.eval_every_steps={config.train.eval_every_steps} has no effect without "
+            "held-out data. Pass --data.validation FILE, or leave it out."
+        )
+    if config.train.num_epochs != 1 and getattr(data.loader, "is_endless", False):
+        raise ConfigError(
+            f"train.num_epochs={config.train.num_epochs} has no effect, because the data of this "
+            "run has no end. Set the number of epochs with --epochs."
+        )
 
 
 def _check_saved(trainer: Trainer) -> None:

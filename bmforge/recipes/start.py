@@ -35,6 +35,7 @@ from bmforge.models.traits import Traits
 __all__ = [
     "Start",
     "change_model",
+    "changed_fields",
     "check_length",
     "family_of",
     "find_start",
@@ -236,6 +237,13 @@ def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
     return settle_tie(family.from_config(config, device="meta"), files)
+
+
+def changed_fields(config: Any) -> list[str]:
+    """Return the names of the `model` fields that differ from the initial model, or the preset."""
+    if config.init_from is None:
+        return _given(config)
+    return list(settle_model(config).model_changes)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:

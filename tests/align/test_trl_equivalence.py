@@ -432,6 +432,33 @@ def test_distillation(beta: float, folder: Path, compare: Any) -> None:
     compare(own, student, (loss.detach(), wanted))
 
 
+@pytest.mark.parametrize(("beta", "top_k"), [(0.0, 4), (0.3, 6), (1.0, 1), (1.0, 8)])
+def test_top_k_distillation(beta: float, top_k: int, folder: Path, compare: Any) -> None:
+    """TRL's divergence over a sparse support with its tail bucket, at the teacher's top k."""
+    from trl.experimental.server_distillation.server_distillation_trainer import (
+        _add_tail_bucket,
+        _jsd_divergence,
+    )
+
+    student, teacher = open_theirs(folder, "policy"), open_theirs(folder, "reference")
+    batch = collate_answers(draw_answers())
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logs = [(model(**inputs).logits[:, :-1] / 0.8).log_softmax(-1) for model in (student, teacher)]
+    best, ids = logs[1].detach().topk(top_k, -1)
+    is_valid = torch.ones_like(ids, dtype=torch.bool)
+    sparse, support = _add_tail_bucket(logs[0].gather(-1, ids), is_valid)
+    divergence = _jsd_divergence(sparse, _add_tail_bucket(best, is_valid)[0], beta, support)
+    is_scored = batch["labels"][:, 1:] != -100
+    wanted = divergence.sum(-1)[is_scored].mean()
+    own = AutoModel.from_pretrained(folder / "policy", dtype=torch.float32)
+    kept: Any = AutoModel.from_pretrained(folder / "reference", dtype=torch.float32)
+    objective = DistillationObjective(kept.eval().requires_grad_(False), beta, 0.8, top_k=top_k)
+    (prepared,) = prepare_batches(objective, own, [batch])
+    loss = objective(own, prepared, int(is_scored.sum())).loss
+    loss.backward()
+    compare(own, student, (loss.detach(), wanted))
+
+
 # --- rewards
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from bmforge.align.distillation import DistillationObjective
 from bmforge.align.losses import METHODS as PREFERENCES
 from bmforge.align.losses import MethodOptions
 from bmforge.align.policy import METHODS as POLICIES
@@ -31,7 +32,7 @@ from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig, Trainer
 STEPS, ITEMS, WIDTH, VOCAB = 20, 8, 8, 29
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 20, "num_layers": 2, "num_heads": 2}
 PAIRS = [name for name, method in PREFERENCES.items() if method.loss is not None]
-NAMES = [*PAIRS, "kto", "reward", *POLICIES, "value"]
+NAMES = [*PAIRS, "kto", "reward", *POLICIES, "value", "distill"]
 QUICK = ["kto", "ppo", "value"]
 
 
@@ -49,7 +50,9 @@ def make_model(family: str, name: str) -> Any:
     return Llama.from_config(config, dtype=torch.float64)
 
 
-def make_objective(name: str) -> Any:
+def make_objective(name: str, make_teacher: Callable[[], Any]) -> Any:
+    if name == "distill":
+        return DistillationObjective(make_teacher(), 1.0, 0.7, top_k=7)
     if name in PAIRS:
         smoothing = 0.1 if "label_smoothing" in PREFERENCES[name].options else 0.0
         method = PREFERENCES[name]
@@ -136,11 +139,16 @@ def train_all(
     )
     results: dict[str, list[tuple[float, float]]] = {}
     for name in names:
-        model, rows = make_model(family, name), results.setdefault(name, [])
-        init_weights_(model, seed=1)
-        parallelize(model, layout, mesh=mesh)
+
+        def make(seed: int, name: str = name) -> Any:
+            model = make_model(family, name)
+            init_weights_(model, seed=seed)
+            parallelize(model, layout, mesh=mesh)
+            return model
+
+        model, rows = make(1), results.setdefault(name, [])
         loader = Steps(name, data_parallel_rank(mesh), data_parallel_size(mesh), micro)
-        objective = make_objective(name)
+        objective = make_objective(name, lambda make=make: make(2).eval().requires_grad_(False))
         trainer = Trainer(model, loader, loop, mesh=mesh, objective=objective)
         for _ in range(STEPS):
             row, _ = trainer.train_step()

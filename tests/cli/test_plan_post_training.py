@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bmforge.align.distillation import DistillationObjective
 from bmforge.align.losses import MethodOptions
 from bmforge.align.policy import Policy
 from bmforge.align.preferences import PairObjective
@@ -32,7 +33,7 @@ from bmforge.parallel import Layout, init_distributed, parallelize, shutdown_dis
 from bmforge.parallel.planner.estimate import Estimator, PlanRequest, TrainingSetup
 from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.recipes.adapters import AdapterConfig, with_adapter
-from bmforge.recipes.resident_models import reference_copy, value_model
+from bmforge.recipes.resident_models import reference_copy, teacher_copy, value_model
 from bmforge.recipes.run import RunConfig
 from bmforge.surgery import persistent_tensors
 from bmforge.train import TrainConfig
@@ -189,6 +190,17 @@ def test_ppo_keeps_a_value_model_with_its_states() -> None:
     assert planned == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize("top_k", [0, 16, 256])
+def test_distillation_with_a_teacher(top_k: int) -> None:
+    """The teacher's weights, and with top-k its predictions, are in memory during the step."""
+    teacher = make_reference().eval().requires_grad_(False)
+    task = f"distill:{top_k}" if top_k else "distill"
+    planned = plan_memory(CONFIG, task, None, (teacher_copy(teacher),))
+    objective = DistillationObjective(teacher, 1.0, 1.0, top_k=top_k)
+    measured = run_real_step(CONFIG, objective, make_batch(ROWS), None, teacher)
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
 def test_reward_models() -> None:
     config = head_of_task("reward", CONFIG)
     planned = plan_memory(config, "reward")
@@ -222,12 +234,27 @@ def test_copies_are_counted_per_process(gpus: int, capsys: pytest.CaptureFixture
         assert parts["KV cache"] == 2 * 4 * 64 * 4 * (64 + 32) * 4
 
 
+def test_a_teacher_is_sharded_with_top_k(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over the whole vocabulary every process has the teacher, and there is no tp or pp."""
+    for top_k in (0, 8):
+        options = f"--task distill --teacher gpt2 --gpus 2 --distill-top-k {top_k}"
+        rows = run_plan(options, capsys)["rows"]
+        layouts = [row["layout"] for row in rows]
+        assert any(each["tp"] * each["pp"] > 1 for each in layouts) == (top_k > 0)
+        for row, each in zip(rows, layouts, strict=True):
+            shards = each["tp"] * each["pp"] * (1 if each["zero"] == 0 else 2 // each["tp"])
+            shards = min(2, shards) if top_k else 1
+            found = row["memory_parts_bytes"]["teacher"]
+            assert found == pytest.approx(4 * 124_439_808 / shards, abs=1)
+
+
 @pytest.mark.parametrize(
     ("options", "part", "size"),
     [
         ("--task preferences --adapter lora", "reference", 0),
         ("--task preferences --reference precomputed", "reference", 0),
         ("--task distill --teacher gpt2", "teacher", 4 * 124_439_808),
+        ("--task distill --teacher gpt2 --distill-top-k 8", "teacher", 4 * 124_439_808),
         ("--task rl", "reference", 0),
         ("--task rl", "value model", 0),
         ("--task rl --value-model", "value model", 12 * (WEIGHTS + 64)),
@@ -247,6 +274,7 @@ def test_parts_of_tasks(
         ("--task rl --reference precomputed", "allowed: adapter, copy"),
         ("--task preferences --reference adapter", "Add --adapter lora"),
         ("--task distill", "is required with --task distill"),
+        ("--task rl --distill-top-k 8", "only with --task distill"),
         ("--task rl --teacher gpt2", "no effect with other tasks"),
         ("--task reward --max-num-seqs 4", "no effect without --task rl"),
         ("--task reward --value-model", "no effect with --task reward"),

@@ -83,9 +83,9 @@ def make_config(start: Path, name: str, steps: int, **changes: Any) -> Any:
     """A run on the pairs, or with kto on the marked answers; half of a batch is padding."""
     kind = SmallReward if changes.pop("is_reward", False) else SmallPreferences
     file = str(start / ("marked" if changes.get("method") == "kto" else "pairs")) + ".jsonl"
-    data = PairData(
-        paths=(file,), validation=(file,), seq_len=64, global_batch_size=6, micro_batch_size=2
-    )
+    ignore = ("id",) if kind is SmallReward else ("id", "margin")
+    sizes: Any = {"seq_len": 64, "global_batch_size": 6, "micro_batch_size": 2}
+    data = PairData(paths=(file,), validation=(file,), ignore=ignore, **sizes)
     train = settings(steps, lr=3e-3, disable_dropout=True)
     base = {"run_dir": start / name, "init_from": str(start / "base"), "data": data}
     return kind(**base, train=train, **changes)

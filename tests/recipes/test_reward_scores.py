@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_rl_runs import write_model
 
+from bmforge.align.rollout_config import RolloutConfig
 from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig
+from bmforge.recipes.inputs.prompt_rows import PromptConfig
+from bmforge.recipes.registry import find_recipe
 from bmforge.recipes.reward_scores import RewardModel, open_reward_model
+from bmforge.recipes.rollout_run import default_training
 from bmforge.tokenizers import AutoTokenizer
 
 
@@ -66,3 +73,71 @@ def test_a_language_model_is_refused(tmp_path: Path) -> None:
     place = write_model(tmp_path / "language")
     with pytest.raises(ConfigError, match="num_labels=1"):
         open_reward_model(str(place))
+
+
+TEMPLATE = (
+    "{{ tools | length if tools else '' }}{{ 'h' if thinks else '' }}"
+    "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+
+
+def with_template(folder: Path, target: Path, head: str, labels: int, source: str) -> Any:
+    """A copy of the model's folder with another head and a chat template; returns the model."""
+    shutil.copytree(folder, target)
+    sizes = LlamaConfig.from_pretrained(folder).replace(head=head, num_labels=labels)
+    model = Llama.from_config(sizes, seed=4)
+    model.save_pretrained(target, overwrite=True)
+    (target / "chat_template.jinja").write_text(source)
+    return model.eval()
+
+
+@pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
+def test_tools_and_variables_of_the_prompt_are_rendered(
+    folder: Path, tmp_path: Path, head: str
+) -> None:
+    """The answers of a run with tools in its data are scored after the tools, as in training."""
+    place, labels = tmp_path / "reward", 1 if head == "sequence_classification" else 2
+    model = with_template(folder, place, head, labels, TEMPLATE)
+    lines = [
+        {"prompt": [{"role": "user", "content": "1+2="}], "tools": TOOLS},
+        {"prompt": [{"role": "user", "content": "3+="}], "chat_template_kwargs": {"thinks": True}},
+    ]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with_template(folder, tmp_path / "policy", "language_model", 2, TEMPLATE)
+    recipe = find_recipe("rl", str(tmp_path / "policy"), None, None)
+    config = recipe.config(
+        run_dir=tmp_path / "run",
+        data=PromptConfig(paths=(str(data),), seq_len=8, global_batch_size=4, micro_batch_size=4),
+        train=dataclasses.replace(default_training(), steps=1),
+        rollout=RolloutConfig(num_generations=2, max_new_tokens=5),
+        reward=(f"dir:{place}",),
+        export=False,
+    )
+    recipe.run(config)
+    table = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").open()]
+    assert len(table) == 4
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    for row in table:
+        user = row["prompt"][0]["content"]
+        before = "2" if user == "1+2=" else "h"
+        end = [tokenizer.eos_id] if labels == 1 else tokenizer.encode("\n")
+        ids = [*tokenizer.encode(before + user), *tokenizer.encode(row["completion"]), *end]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        wanted = logits[0] if labels == 1 else logits[-1].softmax(-1)[1]
+        assert row["reward"] == pytest.approx(float(wanted), abs=2e-6)
+
+
+def test_a_template_without_tools_scores_without_them_and_says_so(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = TEMPLATE.partition("}}")[2]
+    with_template(folder, tmp_path / "reward", "sequence_classification", 1, source)
+    model = open_reward_model(str(tmp_path / "reward"))
+    user, answer = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
+    batch = {"prompts": [[user]] * 2, "completions": [[answer]] * 2}
+    plain = model.score(batch, 1.0)
+    assert model.score({**batch, "template_options": [{"tools": TOOLS}] * 2}, 1.0) == plain
+    assert caplog.text.count("does not use tools") == 1

@@ -229,6 +229,69 @@ def test_distillation_comes_closer_to_the_teacher(place: Path) -> None:
     assert rows[0]["loss"] == pytest.approx(rows[0]["kl"], rel=1e-5)
 
 
+def _distill(place: Path, name: str, **changes: Any) -> None:
+    base = make_config(place, name, 2)
+    given = {"run_dir": base.run_dir, "train": base.train, "data": base.data}
+    rollout = RolloutConfig(num_generations=1, max_new_tokens=5)
+    teacher = str(place / "teacher")
+    recipe = recipe_of(place, "distill")
+    recipe.run(recipe.config(**given, rollout=rollout, teacher=teacher, **changes))
+
+
+def test_distillation_of_all_top_tokens_is_that_of_the_vocabulary(
+    place: Path, tmp_path: Path
+) -> None:
+    for name, top_k in (("whole", 0), ("top", 23)):
+        _distill(place, str(tmp_path / name), distill_top_k=top_k, export=False)
+    whole, top = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("whole", "top"))
+    for one, other in zip(whole, top, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(zero=3),
+        Layout(tp=2),
+        Layout(pp=2),
+        pytest.param(Layout(cp=2), marks=pytest.mark.long),
+        pytest.param(Layout(tp=2, sequence_parallel=True), marks=pytest.mark.long),
+    ],
+)
+def test_top_k_distillation_is_the_same_on_every_layout(
+    place: Path, layout: Layout, tmp_path: Path
+) -> None:
+    """The teacher has the student's layout, and the loss is smaller than over the vocabulary."""
+    names = [str(tmp_path / name) for name in ("alone", "two", "whole")]
+    _distill(place, names[0], distill_top_k=4)
+    run_distributed(_distill, 2, place, names[1], layout=layout, distill_top_k=4)
+    _distill(place, names[2], export=False)
+    alone, two, whole = (read_metrics(Path(name) / "metrics.jsonl") for name in names)
+    assert 0 < alone[0]["loss"] < whole[0]["loss"]
+    for one, other in zip(alone, two, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["kl"] == pytest.approx(one["kl"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    found, wanted = (AutoModel.from_pretrained(Path(name) / "export") for name in names[1::-1])
+    for key, tensor in weights(wanted).items():
+        torch.testing.assert_close(weights(found)[key], tensor, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"distill_top_k": -1}, "distill_top_k=-1 must be at least 0"),
+        ({"distill_temperature": math.inf}, "distill_temperature=inf"),
+        ({"jsd_beta": 1.5}, "jsd_beta=1.5"),
+    ],
+)
+def test_numbers_of_distillation_are_checked(place: Path, changes: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _distill(place, "refused", **changes)
+    assert not (place / "refused").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -49,6 +49,7 @@ class PreferenceExample:
         margin: difference of the answers' scores; None without scores.
         tools: JSON schemas of the functions that the assistant may call; None without tools.
         fields: the record's other top-level fields.
+        margin_fields: names of the record's fields that state the margin.
     """
 
     location: str
@@ -58,6 +59,7 @@ class PreferenceExample:
     margin: float | None = None
     tools: list[dict[str, Any]] | None = None
     fields: dict[str, Any] = field(default_factory=dict)
+    margin_fields: tuple[str, ...] = ()
 
 
 def read_preferences(path: str | os.PathLike[str]) -> list[PreferenceExample]:
@@ -101,6 +103,8 @@ def _read_record(location: str, record: Any) -> list[PreferenceExample]:
 
 def _read_pair(values: Mapping[str, Any], location: str, shared: Any) -> PreferenceExample:
     margin = _read_margin(values, location)
+    names = () if "scores" in values else ("margin", *_CHOSEN_SCORES, *_REJECTED_SCORES)
+    shared = {**shared, "margin_fields": tuple(n for n in names if values.get(n) is not None)}
     prompt = _read_prompt(values, location)
     chosen, rejected = (
         _read_content(values[name], location, name) for name in ("chosen", "rejected")

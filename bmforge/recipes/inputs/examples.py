@@ -229,6 +229,11 @@ def open_examples(
         fields: further fields of `TrainingData`, such as `save_tokenizer`.
     """
     parts = {}
+    if held_out is None and config.validation_batches is not None:
+        raise ConfigError(
+            f"data.validation_batches={config.validation_batches} has no effect without "
+            "data.validation. Set both, or leave it out."
+        )
     if held_out is not None and len(held_out):
         parts["validation"] = lambda: iter_held_out(held_out, config, rows.rank, rows.size)
     loader = ExampleLoader(source, config, rows.rank, rows.size)

@@ -80,7 +80,8 @@ def encode_preference(
         _refuse_fields(example, ignore)
         encode = partial(_encode_text, str(example.prompt), tokenizer=tokenizer)
         rows = [None if answer is None else encode(str(answer)) for answer in answers]
-    return EncodedPair(rows[0], rows[1], example.margin)
+    is_ignored = any(name in ignore for name in example.margin_fields)
+    return EncodedPair(rows[0], rows[1], None if is_ignored else example.margin)
 
 
 def _refuse_fields(example: PreferenceExample, ignore: Sequence[str]) -> None:
