@@ -174,7 +174,6 @@ def _open_data(config: Any, rows: World) -> TrainingData:
             tokenizer=tokenizer,
             processor=processor,
             seq_len=data.seq_len,
-            world=rows.size,
         )
         sources = [make(part) for part in parts]
     else:

@@ -96,7 +96,7 @@ def test_some_micro_batches_have_no_images(adapter: bool, tmp_path: Path) -> Non
     words = [
         *("train", "conversations", "--model", str(base), "--data", str(data)),
         *("--data.validation", str(data), "--steps", "4", "--train.eval-every-steps", "2"),
-        *("--seq-len", "128", "--batch-size", "2", "--lr", "0.0001"),
+        *("--seq-len", "128", "--batch-size", "2", "--lr", "0.001"),
         *(("--adapter", "lora") if adapter else ()),
     ]
     alone = [*words, "--micro-batch-size", "2", "--run-dir", str(tmp_path / "alone")]

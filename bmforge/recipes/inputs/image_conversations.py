@@ -4,9 +4,10 @@ The processor of the model encodes the conversation up to the first answer, with
 generation; the later tokens have no images. Sequences are padded to the longest one of a
 micro-batch.
 
-All processes must run the same modules, because their collectives would not match otherwise. A
-micro-batch without images therefore gets a sequence with images, but without labels, if other
-processes may have images.
+All processes must run the same modules, because their collectives would not match otherwise. If
+some conversations have images, a micro-batch without images therefore gets a sequence with images
+and without labels. This also holds for one process, so that the optimizer treats the image encoder
+in the same way on every layout: without a gradient it would skip the encoder's weights.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ class ImageConversations:
         tokenizer: the model's tokenizer.
         processor: the model's processor.
         seq_len: maximum sequence length in tokens; longer sequences are truncated at the end.
-        world: number of processes that train on different sequences.
     """
 
     def __init__(
@@ -76,13 +76,12 @@ class ImageConversations:
         tokenizer: Tokenizer,
         processor: Processor,
         seq_len: int,
-        world: int = 1,
     ) -> None:
         self._rows = [row for c in conversations for row in _encode(c, render, tokenizer)]
         self._processor, self._seq_len = processor, seq_len
         _check_tails(self._rows, processor)
         _check_images(self._rows)
-        self._filler = _find_filler(self._rows) if world > 1 else None
+        self._filler = _find_filler(self._rows)
         self.columns: Mapping[str, tuple[int, int]] = {"labels": (seq_len, IGNORE_INDEX)}
         contents = [
             (row.text, row.ids, row.labels, [(name, _size(name)) for name in row.images])
@@ -103,8 +102,8 @@ class ImageConversations:
         """Encode sequences with their images as one batch.
 
         Raises:
-            DataError: an image was changed after the start, or the images of a sequence leave no tokens for
-                an answer.
+            DataError: an image was changed after the start, or the images of a sequence leave no
+                tokens for an answer.
         """
         rows = [self._rows[example["row"][0]] for example in examples]
         if self._filler is not None and not any(row.images for row in rows):
