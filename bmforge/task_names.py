@@ -28,6 +28,7 @@ TASK_NAMES: Mapping[str, str] = {
     "rl": "train on rewards of generated answers: GRPO and related algorithms",
     "distill": "distill a teacher into a student on the student's own answers (on-policy)",
     "images": "classify images by folder",
+    "speech": "fine-tune a speech-to-text model on audio files with transcripts",
     "delta-search": "search adapter types, modules and sizes on a task with labels or choices",
 }
 

@@ -10,7 +10,7 @@ adapter.inner adapter.kind adapter.length adapter.lr-ratio adapter.merge adapter
 adapter.rank adapter.reduction adapter.scale adapter.std adapter.target-modules adapter.use-dora
 adapter.use-rslora adapter.width base-dtype behind beta calibrate center-rewards-coefficient
 changes choice compile cut data.answers data.dev-split data.eos-id data.fields
-data.global-batch-size data.grad-accum-steps data.ignore data.labels data.mean
+data.global-batch-size data.grad-accum-steps data.ignore data.labels data.language data.mean
 data.micro-batch-size data.mirror data.paths data.prefetch-steps data.prefix-sharing
 data.reset-at-documents data.seed data.seeds data.seq-len data.shots data.skip-bad
 data.smallest-crop data.split data.std data.task data.tokenizer data.train-split data.validation

@@ -10,12 +10,14 @@ from typing import Any
 
 from bmforge.errors import DataError, MissingDependencyError
 
-__all__ = ["MAX_IMAGE_PIXELS", "read_data_uri", "read_image", "read_image_file"]
+__all__ = ["MAX_IMAGE_PIXELS", "check_image", "read_data_uri", "read_image", "read_image_file"]
 
 MAX_IMAGE_PIXELS = 1 << 25
 # Formats that every browser can show, and two that cameras and scanners write. Pillow has decoders
 # of many rare formats, which an untrusted file should not reach.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+# Last bytes of a complete file; other formats are decoded to find out whether a file is complete.
+_ENDS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "GIF": b";"}
 
 
 def read_image(data: bytes, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
@@ -63,6 +65,40 @@ def read_image_file(path: str | Path) -> Any:
             f"cannot read the image {str(path)!r} ({error}). Check the path."
         ) from error
     return read_image(data, f"the image {str(path)!r}")
+
+
+def check_image(name: str) -> None:
+    """Check that a file or data URI is a complete image, without decoding most images.
+
+    Args:
+        name: path of a file, or data URI.
+
+    Raises:
+        DataError: the image is damaged, truncated, too large, or in an unsupported format.
+        MissingDependencyError: Pillow is not installed.
+    """
+    if name.startswith("data:"):
+        read_data_uri(name, "the image")
+    elif not _looks_complete(Path(name)):
+        read_image_file(name)
+
+
+def _looks_complete(file: Path) -> bool:
+    """Return True if the header of a file is that of an image, and its last bytes are the end."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return False
+    try:
+        with file.open("rb") as stream:
+            with Image.open(stream, formats=_FORMATS) as image:  # reads the header only
+                end, pixels = _ENDS.get(str(image.format)), image.width * image.height
+            if end is None or pixels > MAX_IMAGE_PIXELS:
+                return False
+            stream.seek(-len(end), 2)
+            return stream.read() == end
+    except (Image.DecompressionBombError, OSError, ValueError, SyntaxError):
+        return False
 
 
 def read_data_uri(uri: str, name: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:

@@ -49,6 +49,14 @@ class Processor:
         # A tokenizer of transformers raises an error if two threads change its padding.
         self._lock = threading.Lock()
 
+    @property
+    def media_ids(self) -> frozenset[int]:
+        """Ids of the tokens that the features of images, videos and audio replace."""
+        owners = (self._processor, self._processor.tokenizer)
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        values = [getattr(owner, name, None) for owner in owners for name in names]
+        return frozenset(value for value in values if isinstance(value, int))
+
     def encode(self, text: str, images: Sequence[Any]) -> ProcessedPrompt:
         """Encode one text with its images.
 

@@ -33,6 +33,7 @@ class Traits:
         positions: "learned": a table of max_seq_len positions; "rotary" and "alibi" (bias by
             distance): no maximum, trained up to max_seq_len; "relative": bucketed distances.
         has_images: True if the input is pixels instead of tokens.
+        has_audio: True if the input is sound instead of tokens.
         sentinel: format of the tokens that mark masked spans, with {} for the span's index, such as
             T5's "<extra_id_{}>"; "" for none.
         ends_inside: True if the EOS token is part of the text in which spans are masked; if
@@ -50,6 +51,7 @@ class Traits:
     objective: Objective
     positions: Positions
     has_images: bool = False
+    has_audio: bool = False
     sentinel: str = ""
     ends_inside: bool = False
     marks_between: int = 1

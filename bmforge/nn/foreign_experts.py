@@ -3,7 +3,8 @@
 transformers 5 keeps the experts of a layer as 3-D parameters of one module whose forward takes
 tokens, expert indices and weights. A decorator in transformers sets flags on the module
 (`is_transposed`, `has_gate`, `has_bias`); with these flags one implementation computes every
-variant.
+variant. A class without the decorator that has `_apply_gate` (Step3p7) computes the variant with
+the default flags.
 """
 
 from __future__ import annotations
@@ -27,12 +28,19 @@ __all__ = [
     "run_foreign_grouped",
 ]
 
-_SWITCHES = ("has_gate", "has_bias", "is_transposed")
+_SWITCHES = {"has_gate": True, "has_bias": False, "is_transposed": False}  # flag -> default
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
     """Return True for a transformers module with stacked experts."""
-    return all(hasattr(module, name) for name in _SWITCHES) and bool(foreign_stacks(module))
+    stacks = foreign_stacks(module)
+    if hasattr(module, "_apply_gate") and set(stacks) == {"gate_up_proj", "down_proj"}:
+        return True
+    return all(hasattr(module, name) for name in _SWITCHES) and bool(stacks)
+
+
+def _flag(module: nn.Module, name: str) -> bool:
+    return bool(getattr(module, name, _SWITCHES[name]))
 
 
 def foreign_stacks(module: nn.Module) -> dict[str, Tensor]:
@@ -59,7 +67,7 @@ def run_foreign_grouped(module: Any, x: Tensor, ends: Tensor) -> Tensor:
 
     def multiply(key: str, rows: Tensor) -> Tensor:
         stack = module._parameters[key]
-        stack = stack.transpose(1, 2) if module.is_transposed else stack
+        stack = stack.transpose(1, 2) if _flag(module, "is_transposed") else stack
         return _add_bias(module, key, grouped_linear(rows, stack, ends), ends)
 
     return run_foreign(module, multiply, x)
@@ -76,7 +84,7 @@ def run_foreign(module: Any, multiply: Callable[[str, Tensor], Tensor], x: Tenso
     Shape:
         x: (S, D); returns (S, D)
     """
-    if module.has_gate:
+    if _flag(module, "has_gate"):
         gate = getattr(module, "plain_class", type(module))._apply_gate
         inner = gate(module, multiply("gate_up_proj", x))
     else:
@@ -87,7 +95,7 @@ def run_foreign(module: Any, multiply: Callable[[str, Tensor], Tensor], x: Tenso
 
 def _add_bias(module: Any, key: str, out: Tensor, ends: Tensor) -> Tensor:
     """Add each expert's bias to its rows, if the experts have biases."""
-    bias = getattr(module, f"{key}_bias", None) if module.has_bias else None
+    bias = getattr(module, f"{key}_bias", None) if _flag(module, "has_bias") else None
     if bias is None:
         return out
     rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
@@ -121,11 +129,12 @@ class PackedForeignExperts(StackStore):
 
     def _shape_of(self, stack: Tensor) -> tuple[int, int, int]:
         experts, rows, columns = stack.shape
-        return (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
+        is_transposed = _flag(self, "is_transposed")
+        return (experts, columns, rows) if is_transposed else (experts, rows, columns)
 
     def fill_(self, key: str, stack: Tensor) -> None:
         """Quantize `stack`, ordered as in the unquantized module, into the parameters of `key`."""
-        super().fill_(key, stack.transpose(1, 2) if self.is_transposed else stack)
+        super().fill_(key, stack.transpose(1, 2) if _flag(self, "is_transposed") else stack)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs for every token."""

@@ -58,7 +58,8 @@ from bmforge.recipes.reward import RewardConfig, train_reward
 from bmforge.recipes.rl import ReinforcementConfig, train_rl
 from bmforge.recipes.sft import ConversationsConfig, LlamaSFTConfig, train_sft
 from bmforge.recipes.spans import CPM2SpansConfig, SpanConfig, T5SpansConfig, train_spans
-from bmforge.recipes.start import Start, find_start
+from bmforge.recipes.speech import SpeechConfig, train_speech
+from bmforge.recipes.start import Start, find_start, traits_of
 from bmforge.task_names import ALSO, OLD_NAMES, TASK_NAMES, check_task
 
 __all__ = [
@@ -81,11 +82,13 @@ class Form:
         fits: function (`Traits` of a family) -> True if the implementation supports the family.
         config: config class of the task, without `model`.
         run: function that runs the task.
+        reads_audio: True if the task trains on audio.
     """
 
     fits: Callable[[Traits], bool]
     config: type[Any]
     run: Callable[[Any], Any]
+    reads_audio: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Task:
 
     def form(self, traits: Traits) -> Form | None:
         """Return the implementation for a family; None if the task does not support the family."""
-        return next((form for form in self.forms if form.fits(traits)), None)
+        fitting = (form for form in self.forms if form.fits(traits))
+        return next((f for f in fitting if f.reads_audio == traits.has_audio), None)
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,7 @@ TASKS: Mapping[str, Task] = {
         tunes=True,
     ),
     "reward": Task(
-        TASK_NAMES["reward"],
-        (Form(_continues, RewardConfig, train_reward),),
-        tunes=True,
+        TASK_NAMES["reward"], (Form(_continues, RewardConfig, train_reward),), tunes=True
     ),
     "classify": Task(
         TASK_NAMES["classify"],
@@ -217,8 +219,10 @@ TASKS: Mapping[str, Task] = {
         tunes=True,
     ),
     "images": Task(
-        TASK_NAMES["images"],
-        (Form(lambda traits: traits.has_images, ImagesConfig, train_images),),
+        TASK_NAMES["images"], (Form(lambda t: t.has_images, ImagesConfig, train_images),)
+    ),
+    "speech": Task(
+        TASK_NAMES["speech"], (Form(_writes, SpeechConfig, train_speech, True),), tunes=True
     ),
     "delta-search": Task(
         TASK_NAMES["delta-search"],
@@ -256,12 +260,7 @@ RECIPES: Mapping[str, Recipe] = {
     "eva-dialogue": Recipe(
         EVADialogueConfig, train_dialogue, OLD_NAMES["eva-dialogue"], "dialogue"
     ),
-    "cpm-ant-train": Recipe(
-        CPMAntTrainConfig,
-        train_ant,
-        OLD_NAMES["cpm-ant-train"],
-        "pretrain",
-    ),
+    "cpm-ant-train": Recipe(CPMAntTrainConfig, train_ant, OLD_NAMES["cpm-ant-train"], "pretrain"),
     "cpm-bee-train": Recipe(
         CPMBeeTrainConfig, train_documents, OLD_NAMES["cpm-bee-train"], "documents"
     ),
@@ -295,7 +294,8 @@ def find_recipe(
             f"{', '.join(_capable(meant))}. With a model, --help-all lists the options."
         )
     start = find_start(model)
-    traits = start.family.family_traits
+    has_audio = traits_of(start.config).has_audio
+    traits = dataclasses.replace(start.family.family_traits, has_audio=has_audio)
     for task, published in meant:
         form = TASKS[task].form(traits)
         if form is not None:

@@ -30,6 +30,7 @@ from bmforge.serve import (
     responses,
     routes,
     scores,
+    transcriptions,
 )
 from bmforge.serve.adapter_registry import LoadAdapter
 from bmforge.serve.api_description import describe_api
@@ -99,7 +100,8 @@ def create_app(
     app.state.serving = serving
     description = cache(partial(describe_api, app, bool(serving.keys), config.root_path))
     app.openapi = description  # type: ignore[method-assign]
-    parts = (routes, responses, messages, encoding, scores, adapters, health_routes, page_routes)
+    apis = (routes, responses, messages, encoding, scores, transcriptions)
+    parts = (*apis, adapters, health_routes, page_routes)
     for part in parts:
         app.include_router(part.router)
     app.add_middleware(Gate, serving=serving)

@@ -45,7 +45,7 @@ class Served:
         name: name in requests.
         engine: an `Engine` or a `SleepingEngine`.
         abilities: kinds of requests that the model supports: "chat", "completions", "documents",
-            "embeddings", "pairs" (scores of text pairs by a cross-encoder).
+            "embeddings", "pairs" (scores of text pairs by a cross-encoder), "transcriptions".
         delta: adapter of the engine's model; None for the base model.
     """
 
@@ -67,6 +67,8 @@ class Served:
         traits = engine.model.traits
         if traits.objective == "documents" and traits.can_generate:
             return cls(name, engine, ("documents",))
+        if traits.has_audio:
+            return cls(name, engine, ("transcriptions",))
         writes = ("chat", "completions") if traits.can_generate else ()
         encodes = () if traits.has_images else cls.encoding_abilities(engine)
         return cls(name, engine, (*writes, *encodes))
@@ -116,6 +118,8 @@ class Serving:
             raise ConfigError(
                 f"{twice[0]!r} is the name of more than one model or adapter. Rename one of them."
             )
+        has_audio = "transcriptions" in self.main.abilities and self.directory is not None
+        self.transcriber = _open_transcriber(self.directory) if has_audio else None
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config.schema)
         self.admission = Admission(self.config)
@@ -231,6 +235,13 @@ class Serving:
                 code="unsupported_model",
             )
         return served
+
+
+def _open_transcriber(directory: Any) -> Any:
+    """Load the processor of a speech model, for which transformers is imported."""
+    from bmforge.infer.speech import Transcriber
+
+    return Transcriber(directory)
 
 
 def serving_of(request: HTTPRequest) -> Serving:

@@ -168,6 +168,13 @@ def write_talk(place: Path) -> None:
     write_audio(place / "speech.wav", 0.8)
 
 
+def write_recordings(place: Path) -> None:
+    """The record that the page shows, and its audio file."""
+    text = blocks(ROOT / "docs" / "howto" / "speech.md", "json")[0]
+    (place / "recordings.jsonl").write_text(text * 2, encoding="utf-8")
+    write_talk(place)
+
+
 def write_picture(name: str) -> Writer:
     return lambda place: make_image(40, 30, ord(name[0])).save(place / name)
 
@@ -267,6 +274,7 @@ PLACES: dict[str, Writer] = {
     "dog.jpg": write_picture("dog.jpg"),
     "pictures.jsonl": write_pictures,
     "speech.wav": write_talk,
+    "recordings.jsonl": write_recordings,
     "chats.jsonl": write_lines("chats.jsonl", *CHATS),
     "pairs.jsonl": write_lines("pairs.jsonl", *PAIRS),
     "steps.jsonl": write_lines("steps.jsonl", *STEPS),

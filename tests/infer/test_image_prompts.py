@@ -274,6 +274,30 @@ def test_images_are_turned_upright() -> None:
     assert np.array_equal(read, np.rot90(np.asarray(image), -1))
 
 
+@pytest.mark.parametrize(
+    ("form", "mode"),
+    [
+        ("JPEG", "CMYK"), ("JPEG", "L"), ("PNG", "RGBA"), ("PNG", "LA"), ("PNG", "P"),
+        ("PNG", "1"), ("PNG", "I;16"), ("WEBP", "RGBA"), ("GIF", "P"),
+    ],
+)  # fmt: skip
+def test_color_modes_are_those_of_transformers(form: str, mode: str, tmp_path: Path) -> None:
+    """Pixels of every mode and rotation equal those of transformers' `load_image`."""
+    image = make_image(31, 17, 6)
+    image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
+    if "A" in mode:
+        image.putalpha(Image.fromarray(np.asarray(image.convert("L"))))
+    for rotation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = rotation
+        file = tmp_path / f"{rotation}.img"
+        more = {"transparency": 3} if mode == "P" else {}
+        image.save(file, form, **({} if form == "GIF" else {"exif": exif}), **more)
+        wanted = transformers.image_utils.load_image(str(file))
+        read = read_image(file.read_bytes(), "the image")
+        assert np.array_equal(np.asarray(read), np.asarray(wanted)), rotation
+
+
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM"])
 def test_formats(form: str) -> None:
     file = io.BytesIO()

@@ -17,16 +17,18 @@ from bmforge.models.quantize import quantize_directory
 from bmforge.models.transformers.small_copy import build_small_copy
 from bmforge.nn.foreign_experts import PackedForeignExperts, foreign_stacks, is_foreign_experts
 from bmforge.nn.packing import find_preset
+from bmforge.testing.foreign_layouts import default_config
 from bmforge.train import OptimConfig, TrainConfig, Trainer
 from bmforge.tune.delta import Lora
 
 transformers = pytest.importorskip("transformers")
 
-MIXTURES = ("olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "ernie4_5_moe")
+MIXTURES = ("olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "ernie4_5_moe", "step3p7")
 
 
 def twin(kind: str) -> Any:
-    return build_small_copy(transformers.AutoConfig.for_model(kind), "language_model")
+    head = "image_text_to_text" if kind == "step3p7" else "language_model"
+    return build_small_copy(default_config(kind), head)
 
 
 def tokens(rows: int = 2, count: int = 12) -> torch.Tensor:
@@ -40,13 +42,13 @@ def size_of(model: Any) -> int:
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_int8_packs_experts(kind: str) -> None:
     model, plain = twin(kind), twin(kind)
-    before = size_of(model.model.layers)
+    before = size_of(model.get_decoder().layers)
     # Activations stay floats, so that the reference is exact.
     quantize_(model, replace(find_preset("int8"), activations="float"))
     packed = [m for m in model.modules() if isinstance(m, PackedForeignExperts)]
     assert packed
     assert not any(is_foreign_experts(module) for module in model.modules())
-    assert size_of(model.model.layers) < 0.5 * before
+    assert size_of(model.get_decoder().layers) < 0.5 * before
     # Reference: the plain model whose matrices are the dequantized ones.
     stores = dict(model.named_modules())
     with torch.no_grad():
@@ -55,7 +57,8 @@ def test_int8_packs_experts(kind: str) -> None:
             if isinstance(store, PackedForeignExperts):
                 for key, stack in foreign_stacks(module).items():
                     dense = store.plain(key)
-                    stack.copy_(dense.transpose(1, 2) if module.is_transposed else dense)
+                    is_transposed = getattr(module, "is_transposed", False)
+                    stack.copy_(dense.transpose(1, 2) if is_transposed else dense)
             elif hasattr(store, "packed"):
                 module.weight.copy_(store.plain("weight"))
         wanted, got = plain(input_ids=tokens()).logits, model(input_ids=tokens()).logits

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from small_runs import wait_for_all
 from test_adapter_runs import write_chats, write_qwen3
+from vision_models import make_image, write_vision_model
 
 from bmforge.cli import main
 from bmforge.testing import assert_close, run_distributed
@@ -63,3 +66,42 @@ def test_equals_one_process(world: int, layout: list[str], tmp_path: Path) -> No
     for name, tensor in expected.items():
         # Adam divides by the gradient's size, so that rounding shows more in small gradients.
         assert_close(got[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def write_mixed(folder: Path) -> Path:
+    """Write conversations with and without images, so that half of the micro-batches have none."""
+    make_image(40, 30, 1).save(folder / "a.png")
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    rows: list[Any] = []
+    for number in range(4):
+        texts = [{"type": "text", "text": f"What is {number}?"}]
+        rows.append([*texts, image] if number % 2 else texts)
+    file = folder / "mixed.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": row},
+                                     {"role": "assistant", "content": "Noise."}]}) + "\n"
+            for row in rows
+        )
+    )  # fmt: skip
+    return file
+
+
+@pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_some_micro_batches_have_no_images(adapter: bool, tmp_path: Path) -> None:
+    """Both processes run the image encoder, also if only one of them has images."""
+    pytest.importorskip("transformers")
+    base = write_vision_model(tmp_path / "base", "qwen2_5_vl")
+    data = write_mixed(tmp_path)
+    words = [
+        *("train", "conversations", "--model", str(base), "--data", str(data)),
+        *("--data.validation", str(data), "--steps", "4", "--train.eval-every-steps", "2"),
+        *("--seq-len", "128", "--batch-size", "2", "--lr", "0.001"),
+        *(("--adapter", "lora") if adapter else ()),
+    ]
+    alone = [*words, "--micro-batch-size", "2", "--run-dir", str(tmp_path / "alone")]
+    want = run_distributed(train_here, 1, alone)[0]
+    cut = [*words, "--micro-batch-size", "1", "--layout.zero", "3"]
+    for found in run_distributed(train_here, 2, [*cut, "--run-dir", str(tmp_path / "cut")]):
+        for mine, theirs in zip(found, want, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)

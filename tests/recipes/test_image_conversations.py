@@ -154,6 +154,10 @@ def test_batches_losses_and_gradients_equal_those_of_transformers(
         ([user({"type": "image", "image": "https://a/b.png"}), assistant("a")], "not fetched"),
         ([user("a"), {**user(FIRST), "role": "assistant"}], "of the role 'assistant'"),
         ([user(FIRST, "<image> <|image_pad|> <start_of_image>"), assistant("a")], "image token"),
+        (
+            [user(FIRST), assistant("<image> <|image_pad|> <image_soft_token>")],
+            "name of an image token in an answer",
+        ),
         ([user(FIRST, "a" * 300), assistant("a")], "tokens before the first answer"),
         ([user({"type": "video", "video": "a.mp4"}, FIRST), assistant("a")], "type 'video'"),
     ],
@@ -169,6 +173,22 @@ def test_conversations_that_are_refused(
 
     with pytest.raises(DataError, match=problem):
         read()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_damaged_images_are_found_before_training(
+    directory: Path, tmp_path: Path, form: str
+) -> None:
+    """The error names the first conversation and counts the images."""
+    files = [tmp_path / name for name in ("whole", "cut", "text")]
+    IMAGES[1].save(files[0], form)
+    files[1].write_bytes(files[0].read_bytes()[:-40])
+    files[2].write_text("no image")
+    chats = [[user({"type": "image", "image": f.as_uri()}, "a"), assistant("b")] for f in files]
+    assert len(open_rows(directory, write_chats(tmp_path, chats[:1]))) == 1
+    data = write_chats(tmp_path, chats)
+    with pytest.raises(DataError, match=r"line 2: .*cannot be read as an.*2 of 3 images"):
+        open_rows(directory, data)
 
 
 LISTED: list[dict[str, Any]] = [
@@ -234,8 +254,20 @@ def test_a_run_trains_an_adapter_that_generates(directory: Path, tmp_path: Path)
         assert main(command.split()) == 0
     losses = [row["loss"] for row in read_metrics(run / "metrics.jsonl")]
     assert losses[-1] < 0.8 * losses[0], losses
-    out = io.StringIO()
-    ask = ["generate", str(run), "--image", str(tmp_path / "images" / "first.png")]
-    with redirect_stdout(out):
-        assert main([*ask, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
-    assert out.getvalue().strip()
+    merged, packed = str(tmp_path / "merged"), str(tmp_path / "int8")
+    with redirect_stdout(io.StringIO()):
+        assert main(["merge", str(run), "--out", merged]) == 0
+        assert main(["quantize", merged, packed, "--scheme", "int8"]) == 0
+
+    def answer(model: str) -> str:
+        ask = ["generate", model, "--image", str(tmp_path / "images" / "first.png")]
+        with redirect_stdout(io.StringIO()) as out:
+            assert main([*ask, "--prompt", "What?", "--max-new-tokens", "3"]) == 0
+        return out.getvalue().strip()
+
+    assert answer(str(run))
+    assert answer(merged) == answer(str(run))
+    assert answer(packed)
+    template = find_template(directory)
+    assert template is not None
+    assert find_template(Path(packed)) == template

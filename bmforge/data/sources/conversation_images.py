@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from bmforge.errors import DataError
 from bmforge.tokenizers.chat_messages import Message
@@ -86,6 +88,8 @@ def _locate(source: Any, role: str, location: str, folder: Path) -> str:
         )
     if source.startswith("data:"):
         return source
+    if source.startswith("file:///"):
+        source = url2pathname(urlsplit(source).path)
     if not (folder / source).is_file():
         raise DataError(
             f"{location}: the image file {str(folder / source)!r} does not exist. Use data URIs, "

@@ -48,7 +48,8 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "*.model",
     "generation_config.json",
-    "preprocessor_config.json",
+    "*processor_config.json",
+    "normalizer.json",
     "chat_template*",
     "process_reward.json",
 )

@@ -69,6 +69,7 @@ class TransformersTraits(Traits):
             objective=objective,
             positions="learned" if config.learned_positions else "rotary",
             has_images=config.head == "image_classification",
+            has_audio=config.head == "speech_to_text",
             can_generate=config.head in _GENERATION_HEADS,
             own_generation_head=_IMAGE_HEAD if config.head == _IMAGE_HEAD else "",
             position_limit=config.max_seq_len if config.learned_positions else None,

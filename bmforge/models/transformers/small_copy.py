@@ -51,11 +51,11 @@ _SIZES: dict[int, str] = {
     "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "shared_intermediate_size shared_experts_intermediate_size moe_ffn_hidden_size q_lora_rank "
     "kv_lora_rank mamba_d_head mamba_head_dim time_step_rank mamba_dt_rank image_size "
-    "base_channels",
+    "base_channels hc_lowrank",
     16: "head_dim kv_channels attention_head_dim d_kv swa_head_dim global_head_dim v_head_dim "
     "qk_head_dim index_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size "
     "chunk_size sliding_window attention_window_size window_size query_pre_attn_scalar "
-    "linear_head_dim sliding_window_size local_attention_window_len indexer_head_dim hc_lowrank "
+    "linear_head_dim sliding_window_size local_attention_window_len indexer_head_dim "
     "mm_tokens_per_image cross_head_dim",
     8: "qk_nope_head_dim qk_rope_head_dim index_topk mamba_d_state ssm_state_size state_size "
     "patch_size indexer_budget",
@@ -92,8 +92,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
             "projector_hidden_size": 64,
         },
     },
+    "fun_asr_nano_encoder": {"num_mel_bins": 32},
     "kosmos-2": {"latent_query_num": 4},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 2, 3]},
+    "step3p5_vision": {"mlp_ratio": 3.0},
     "llama4_vision_model": {"intermediate_size": 256, "projector_input_dim": 64},
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},

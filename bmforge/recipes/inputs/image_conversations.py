@@ -3,10 +3,16 @@
 The processor of the model encodes the conversation up to the first answer, with all images, as in
 generation; the later tokens have no images. Sequences are padded to the longest one of a
 micro-batch.
+
+All processes must run the same modules, because their collectives would not match otherwise. If
+some conversations have images, a micro-batch without images therefore gets a sequence with images
+and without labels. This also holds for one process, so that the optimizer treats the image encoder
+in the same way on every layout: without a gradient it would skip the encoder's weights.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +26,7 @@ from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.data.load.example import fingerprint_of
 from bmforge.data.sources.conversations import ChatExample
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.images import read_data_uri, read_image_file
+from bmforge.infer.images import check_image, read_data_uri, read_image_file
 from bmforge.infer.processor import Processor
 from bmforge.logging import get_logger
 from bmforge.recipes.inputs.conversation_rows import encode_turns
@@ -73,6 +79,9 @@ class ImageConversations:
     ) -> None:
         self._rows = [row for c in conversations for row in _encode(c, render, tokenizer)]
         self._processor, self._seq_len = processor, seq_len
+        _check_tails(self._rows, processor)
+        _check_images(self._rows)
+        self._filler = _find_filler(self._rows)
         self.columns: Mapping[str, tuple[int, int]] = {"labels": (seq_len, IGNORE_INDEX)}
         contents = [
             (row.text, row.ids, row.labels, [(name, _size(name)) for name in row.images])
@@ -93,10 +102,12 @@ class ImageConversations:
         """Encode sequences with their images as one batch.
 
         Raises:
-            DataError: an image cannot be decoded, or the images of a sequence leave no tokens for
-                an answer.
+            DataError: an image was changed after the start, or the images of a sequence leave no
+                tokens for an answer.
         """
         rows = [self._rows[example["row"][0]] for example in examples]
+        if self._filler is not None and not any(row.images for row in rows):
+            rows, examples = [*rows, self._filler], [*examples, {"labels": []}]
         images = [[_open(name, row.location) for name in row.images] for row in rows]
         batch = self._processor.encode_batch([row.text for row in rows], images, "right")
         lengths = batch.pop("attention_mask").sum(1).tolist()
@@ -123,6 +134,43 @@ class ImageConversations:
         counts = torch.tensor([n + len(tail) for n, tail in zip(lengths, tails, strict=True)])
         mask = (torch.arange(width) < counts[:, None]).long()
         return {**batch, "attention_mask": mask, "labels": torch.stack(joined)}
+
+
+def _check_tails(rows: Sequence[ImageRow], processor: Processor) -> None:
+    """Raise `DataError` if a text after the first answer contains an image token.
+
+    The text before it is checked by the processor.
+    """
+    media = processor.media_ids
+    wrong = [row.location for row in rows if media.intersection(row.ids)]
+    if wrong:
+        raise DataError(
+            f"{wrong[0]} has the name of an image token in an answer or a text after it "
+            f"({len(wrong)} such conversations). Remove the name from the text."
+        )
+
+
+def _check_images(rows: Sequence[ImageRow]) -> None:
+    """Raise `DataError` if an image is damaged, before training begins."""
+    places = {name: row.location for row in rows for name in row.images}
+    problems = []
+    for name, location in places.items():
+        try:
+            check_image(name)
+        except DataError as error:
+            problems.append(f"{location}: {error}")
+    if problems:
+        count = f" ({len(problems)} of {len(places)} images cannot be used.)"
+        raise DataError(f"{problems[0]}{count if len(problems) > 1 else ''}")
+
+
+def _find_filler(rows: Sequence[ImageRow]) -> ImageRow | None:
+    """Return a short sequence with images and no answer; None if none or all have images."""
+    with_images = [row for row in rows if row.images]
+    if not with_images or len(with_images) == len(rows):
+        return None
+    shortest = min(with_images, key=lambda row: (len(row.images), len(row.text)))
+    return dataclasses.replace(shortest, ids=[], labels=[])
 
 
 def _append(
