@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Constraint, Engine, EngineConfig, GenerationConfig, Request
+from bmforge.infer.engine.constraint import ConstraintCompiler, Matcher
 from bmforge.models import T5, Llama, LlamaConfig, T5Config
 from bmforge.tokenizers import CPM2Tokenizer, CPMAntTokenizer, FastTokenizer
 
@@ -110,6 +112,38 @@ def test_nothing_ends_a_text_but_the_rule(name: str) -> None:
     with opened(TOKENIZERS[name]) as engine:
         choices = ["abc", "你好", "世界"]
         assert set(ask(engine, Constraint.choices(choices), eos_token_id=())) <= set(choices)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [(Constraint.json_schema({"const": "a"}), '"a"'), (Constraint.regex("a+"), "aa"),
+     (Constraint.lark('start: begin\nbegin: "a"'), "a")],
+    ids=lambda value: value.kind if isinstance(value, Constraint) else "",
+)  # fmt: skip
+def test_what_follows_the_start_of_a_call_is_free(constraint: Constraint, text: str) -> None:
+    end = BYTES.special_ids["eos"]
+    free = replace(constraint, free_after=("<call>", end - 1))
+    for row, is_allowed in (
+        (BYTES.encode(text), True), (BYTES.encode("<call>"), True), ([end - 1], True),
+        (BYTES.encode("\n\n<call>{x} 天"), True), ([end - 1, *BYTES.encode("x"), end - 1], True),
+        (BYTES.encode("<cal>"), False), (BYTES.encode("x<call>"), False),
+        (BYTES.encode("\n\n\n<call>"), False),
+    ):  # fmt: skip
+        matcher = ConstraintCompiler(BYTES, len(BYTES), [end]).open(free)
+        assert follows(matcher, row) == is_allowed, row
+        matcher = ConstraintCompiler(BYTES, len(BYTES), [end]).open(constraint)
+        assert follows(matcher, row) == (row == BYTES.encode(text))
+
+
+def follows(matcher: Matcher, ids: list[int]) -> bool:
+    """Return True if a matcher allows the tokens one after another, and then an end."""
+    for id in ids:
+        mask = matcher.allowed()
+        if mask is None or not mask[id]:
+            return False
+        matcher.take(id)
+    mask = matcher.allowed()
+    return mask is None or bool(mask[BYTES.special_ids["eos"]])
 
 
 def make_pieces() -> FastTokenizer:
