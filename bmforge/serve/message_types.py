@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from bmforge.errors import suggest
 from bmforge.serve.neutral_fields import NeutralFields
 
-__all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
+__all__ = ["AllowedChoice", "Choice", "ImagePart", "Message", "SentBack", "Strict", "Tool",
+           "ToolChoice"]  # fmt: skip
 
 
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
@@ -104,6 +105,23 @@ class ToolChoice(Strict):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Strict):
+    """The only tools that may be called, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AllowedChoice(Strict):
+    """Choice that restricts a request to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = Annotated[ToolChoice | AllowedChoice, Field(discriminator="type")]
 
 
 class CalledFunction(SentBack):

@@ -7,11 +7,16 @@ llama-index 0.14, LiteLLM 1.110, OpenAI Agents 0.20 and lm-eval 0.4.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
+
+from bmforge.infer import Engine
+from bmforge.infer.engine.request import Handle, Request
 
 HELLO = [{"role": "user", "content": "hello"}]
 CITY = {
@@ -119,6 +124,63 @@ def test_structured_output(start: Any, name: str) -> None:
         blocks = answer["content"] if "content" in answer else answer["output"][-1]["content"]
         text = blocks[0]["text"]
     jsonschema.validate(json.loads(text), CITY)
+
+
+class Biased:
+    """An engine that prefers one token wherever the constraint allows it."""
+
+    def __init__(self, engine: Engine, token: int) -> None:
+        self._engine, self._token = engine, token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, request: Request) -> Handle:
+        options = replace(request.options, logit_bias={self._token: 30.0})
+        return self._engine.submit(replace(request, options=options))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("begins", ["<", "{"])
+def test_structured_output_with_tools(
+    start: Any, engine: Engine, model_directory: Path, path: str, begins: str
+) -> None:
+    """OpenAI Agents, LangChain and pydantic-ai send a schema and tools in the same request.
+
+    The answer is a call, or text that matches the schema, whichever token comes first.
+    """
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, "tools": [TOOL], "max_tokens": 60,
+                                 "response_format": FORM},
+        "/v1/responses": {"input": HELLO, "tools": [FLAT_TOOL], "max_output_tokens": 60,
+                          "text": {"format": {"type": "json_schema", "strict": True,
+                                              "name": "final_output", "schema": CITY}}},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 60,
+                         "tools": [{"name": "get_weather", "input_schema": WEATHER}],
+                         "output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+    }  # fmt: skip
+    biased = Biased(engine, engine.tokenizer.encode(begins)[0])
+    with start(other=biased, place=model_directory) as server:
+        answer = post(server, path, bodies[path]).json()
+    if "choices" in answer:
+        text = answer["choices"][0]["message"]["content"]
+    elif "output" in answer:
+        text = answer["output"][0]["content"][0]["text"]
+    else:
+        text = answer["content"][0]["text"]
+    if begins == "{":
+        jsonschema.validate(json.loads(text), CITY)
+    else:  # the model writes a call only by chance, but nothing else than the start of one
+        assert text.startswith("<tool_call>")
+
+
+def test_a_required_call_with_structured_output(start: Any) -> None:
+    with start() as server:
+        body = {"messages": HELLO, "tools": [TOOL], "response_format": FORM}
+        body["tool_choice"] = "required"
+        answer = post(server, "/v1/chat/completions", body).json()
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
 
 
 def test_responses_of_agents_and_langchain(start: Any) -> None:
