@@ -25,6 +25,7 @@ class InputText(SentBack):
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # ignored
     parsed: Any = None  # added by OpenAI's client, which parses the text
 
 
@@ -34,6 +35,7 @@ class InputImage(SentBack):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto", "high"] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # ignored
 
 
 Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
