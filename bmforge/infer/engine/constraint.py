@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.engine.one_of import replace_one_of
 from bmforge.infer.engine.text_stream import token_data
 from bmforge.tokenizers import CPM2Tokenizer, FastTokenizer
 
@@ -46,6 +47,13 @@ class Constraint:
                 f"Constraint: source={self.source!r} is empty, but kind={self.kind!r} needs a "
                 "schema, pattern or grammar."
             )
+
+    @property
+    def supported_source(self) -> str:
+        """Source for llguidance, which supports anyOf, but not oneOf."""
+        if self.kind != "json" or "oneOf" not in self.source:
+            return self.source
+        return json.dumps(replace_one_of(json.loads(self.source)))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
@@ -222,7 +230,7 @@ def _write_grammar(guide: Any, constraint: Constraint) -> str:
     # Allow only the usual whitespace: if any is allowed, some models generate it without end.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     try:
-        return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))
+        return str(matcher.grammar_from_json_schema(constraint.supported_source, overrides=form))
     except ValueError as error:
         raise ConfigError(f"the JSON schema is not supported: {error}") from error
 
