@@ -71,7 +71,8 @@ class RunningChat:
     def message(self, answer: Completion) -> JoinedAnswer:
         """Parse a complete answer into text, reasoning and tool calls."""
         reading = self.reading()
-        return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
+        joined = JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
+        return replace(joined, has_calls=reading.has_calls)
 
     def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """Yield the output of the answers as it arrives; see `received_pieces`."""

@@ -223,7 +223,7 @@ class ChatRequest(Writing):
             raise ValueError(
                 "max_tokens and max_completion_tokens cannot be used together. Keep one of them."
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs=true. Set logprobs.")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice has no effect without tools. Leave it out.")

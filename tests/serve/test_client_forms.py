@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from scripted_engine import ScriptedEngine
 
 from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request
@@ -181,6 +182,40 @@ def test_a_required_call_with_structured_output(start: Any) -> None:
         answer = post(server, "/v1/chat/completions", body).json()
         (call,) = answer["choices"][0]["message"]["tool_calls"]
         jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_within_the_arguments_of_a_call(
+    start: Any, engine: Engine, model_directory: Path, streams: bool
+) -> None:
+    """The end of such an answer is no call, since its arguments are not JSON."""
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ro'
+    scripted: Any = ScriptedEngine(engine, text)
+    said = {"messages": HELLO, "max_tokens": 99, "stream": streams}
+    anthropic_tool = {"name": "get_weather", "input_schema": WEATHER}
+    with start(other=scripted, place=model_directory) as server:
+        chat = post(server, "/v1/chat/completions", {**said, "tools": [TOOL]})
+        messages = post(server, "/v1/messages", {**said, "tools": [anthropic_tool]})
+        body = {"input": HELLO, "tools": [FLAT_TOOL], "stream": streams}
+        responses = post(server, "/v1/responses", body)
+    if streams:
+        assert '"finish_reason":"stop"' in chat.text
+        assert '"finish_reason":"tool_calls"' not in chat.text
+        assert '"stop_reason":"end_turn"' in messages.text
+        last = json.loads(responses.text.strip().rpartition("data: ")[2])["response"]
+    else:
+        assert chat.json()["choices"][0]["finish_reason"] == "stop"
+        assert messages.json()["stop_reason"] == "end_turn"
+        last = responses.json()
+    assert [item["status"] for item in last["output"]] == ["incomplete"]
+    assert last["output"][0]["arguments"] == '{"city": "Ro'
+
+
+def test_neutral_log_probabilities(start: Any) -> None:
+    with start() as server:
+        body = {"messages": HELLO, "max_tokens": 2, "logprobs": False, "top_logprobs": 0}
+        assert post(server, "/v1/chat/completions", body).status_code == 200
+        assert post(server, "/v1/chat/completions", {**body, "top_logprobs": 1}).status_code == 400
 
 
 def test_responses_of_agents_and_langchain(start: Any) -> None:

@@ -366,3 +366,33 @@ def test_a_forced_call() -> None:
         assert found.calls == calls
         assert found.text == ("" if calls else text)
         assert reading.has_calls == bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_forced", "is_whole"),
+    [
+        (CALL, False, True),
+        (f"{CALL}\n{CALL}", False, True),
+        (CALL.partition("</tool_call>")[0], False, True),  # the close may be a stop string
+        (CALL.partition(', "b"')[0], False, False),
+        (f"{CALL}\n{CALL}".rpartition("天")[0], False, False),
+        ('{"name": "add", "arguments": {"a": 1}}', True, True),
+        ('{"name": "add", "arguments": {"a"', True, False),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts(text: str, is_forced: bool, is_whole: bool) -> None:
+    choice = "required" if is_forced else "auto"
+    use = find_tools(request(tools=[tool("add")], tool_choice=choice), HERMES)
+    reading = Reading(use)
+    found = JoinedAnswer.join([*reading.feed(text), *reading.end()])
+    assert found.calls
+    assert (reading.has_calls, reading.is_cut) == (is_whole, not is_whole)
+
+
+def test_whitespace_after_calls_is_left_out() -> None:
+    reading = Reading(find_tools(request(tools=[tool("add")]), HERMES))
+    parts = [part for piece in f"Sure. \n{CALL}\n \n{CALL}\n\nDone  it".partition(" \n")
+             for part in reading.feed(piece)]  # fmt: skip
+    parts += [*reading.end()]
+    texts = [part for part in parts if isinstance(part, str)]
+    assert "".join(texts) == "Sure. \nDone  it"
