@@ -63,6 +63,14 @@ CHATS: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-index auto": ({"messages": HELLO + CALLED, "parallel_tool_calls": False,
                           "tool_choice": "auto", "temperature": 0.1,
                           "tools": [{**TOOL, "function": {**FUNCTION, "strict": False}}]}, False),
+    "openai pydantic_function_tool": (
+        {"messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": "x",
+                                                              "name": "u"}],
+         "tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}, False),
+    "openai allowed_tools": (
+        {"messages": HELLO, "tools": [TOOL, {**TOOL, "function": {"name": "other"}}],
+         "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+             {"type": "function", "function": {"name": "get_weather"}}]}}}, True),
     "agents settings": ({"messages": HELLO, "metadata": {"a": "b"}, "store": False,
                          "temperature": 0.5, "top_p": 0.9, "verbosity": "medium"}, False),
     "litellm tool message with a name": ({"messages": [*HELLO, CALLED[0], {
@@ -231,6 +239,13 @@ def test_responses_of_agents_and_langchain(start: Any) -> None:
                 "max_output_tokens": 4,
             }
             assert post(server, "/v1/responses", body).status_code == 200
+        allowed = {"type": "allowed_tools", "mode": "required",
+                   "tools": [{"type": "function", "name": "get_weather"}]}  # fmt: skip
+        other = {"type": "function", "name": "other"}
+        body = {"input": HELLO, "tools": [other, FLAT_TOOL], "tool_choice": allowed}
+        answer = post(server, "/v1/responses", body).json()
+        assert answer["output"][-1]["name"] == "get_weather"
+        assert answer["tool_choice"] == allowed
         body = {"input": HELLO, "tools": [FLAT_TOOL], "tool_choice": "required"}
         output = post(server, "/v1/responses", body).json()["output"]
         jsonschema.validate(json.loads(output[-1]["arguments"]), WEATHER)
@@ -284,6 +299,17 @@ def test_text_completions_of_langchain_and_litellm(start: Any) -> None:
 def test_rankings_of_cohere_jina_and_vllm(start: Any) -> None:
     body = {"query": "a", "documents": ["b", "a"], "top_n": 1, "return_documents": True}
     with start() as server:
+        for fields in (
+            {"max_chunks_per_doc": None, "rank_fields": ["text"], "return_documents": False},
+            {"documents": [{"text": "b"}, {"text": "a"}], "truncation": False},
+            {"max_tokens_per_doc": 0, "max_tokens_per_query": 0, "priority": 0, "softmax": True},
+        ):
+            results = post(server, "/v2/rerank", {**body, **fields}).json()["results"]
+            assert [item["index"] for item in results] == [1]
+        for name, value in (("max_tokens_per_doc", 4096), ("rank_fields", ["title"]), ("top_k", 1),
+                            ("truncation", True)):  # fmt: skip
+            refused = post(server, "/v2/rerank", {**body, name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             results = post(server, path, body).json()["results"]
             assert [item["index"] for item in results] == [1]
