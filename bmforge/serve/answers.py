@@ -117,7 +117,7 @@ class Reading:
         self._begins, self._start = begins, ""
         self._max_calls, self._count = tools.max_calls, 0
         self._thoughts = thoughts
-        self._is_over = False
+        self._is_over, self._is_after_call = False, False
         self._calls: CallReader | JsonCallReader | None = None
         if tools.rule is not None:
             self._calls = JsonCallReader(tools.schemas)
@@ -126,8 +126,13 @@ class Reading:
 
     @property
     def has_calls(self) -> bool:
-        """True if a tool call has started."""
-        return self._count > 0
+        """True if the answer has tool calls, and the last one is not cut."""
+        return self._count > 0 and not self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the answer ends within the arguments of a tool call, such as at a stop string."""
+        return self._calls is not None and self._calls.is_cut and not self._is_over
 
     def feed(self, text: str) -> Iterator[Part]:
         """Process the next text; yield the text, reasoning and tool calls that are now complete."""
@@ -158,15 +163,20 @@ class Reading:
             yield from self._calls.end()
 
     def _limit(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """Yield the parts of the answer, up to the client's maximum number of tool calls."""
+        """Yield the parts of the answer, up to the client's maximum number of tool calls.
+
+        Whitespace after a call is left out.
+        """
         for part in parts:
             if self._count == self._max_calls and not isinstance(part, CallPiece):
                 self._is_over = True
             if self._is_over:
                 continue
             self._count += isinstance(part, CallStart)
-            if part != "":
-                yield part
+            shown = part.lstrip() if self._is_after_call and isinstance(part, str) else part
+            if shown != "":
+                self._is_after_call = isinstance(shown, CallStart | CallPiece)
+                yield shown
 
     def _skip(self, text: str) -> str:
         """Remove the start of an answer that is not sent to the client (`begins`)."""
@@ -197,7 +207,7 @@ def chat_choice(answer: Completion, message: JoinedAnswer, body: ChatRequest) ->
         "index": answer.index,
         "message": shown,
         "logprobs": chat_logprobs(answer.logprobs or ()) if body.logprobs else None,
-        "finish_reason": chat_finish(answer.finish_reason, bool(message.calls)),
+        "finish_reason": chat_finish(answer.finish_reason, message.has_calls),
     }
 
 

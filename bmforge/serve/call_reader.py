@@ -25,20 +25,21 @@ class JsonCallReader:
 
     Attributes:
         has_started: True if the name has been read and is that of a known function.
+        is_over: True if the arguments are complete.
     """
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas, self._text = schemas, ""
         self.has_started = False
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._is_over = False
+        self.is_over = False
 
     def feed(self, text: str) -> Iterator[Part]:
         """Process the next text; yield the start of the tool call and chunks of its arguments.
 
         A chunk is yielded as soon as later text can no longer change it.
         """
-        if self._is_over:
+        if self.is_over:
             return
         if not self.has_started:
             self._text += text
@@ -68,9 +69,14 @@ class JsonCallReader:
             elif character in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    self._is_over = True
+                    self.is_over = True
                     return at + 1
         return len(text)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the arguments of the call have begun but are not complete."""
+        return self.has_started and not self.is_over
 
     def end(self) -> Iterator[Part]:
         """Yield the tool call if it was not streamed, such as one whose arguments came first."""
@@ -102,6 +108,11 @@ class CallReader:
         self._is_inside = False
         self._is_start = True
         self._json: JsonCallReader | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the arguments of the last call have begun but are not complete."""
+        return self._json is not None and self._json.is_cut
 
     def feed(self, text: str) -> Iterator[Part]:
         """Process the next text of an answer; yield text and tool calls that are now complete."""

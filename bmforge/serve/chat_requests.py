@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from bmforge.serve.parts import JoinedAnswer
 from bmforge.serve.request_runner import start, whole_answers
 from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.thoughts import ThoughtReader
-from bmforge.serve.tools import ToolUse, find_tools
+from bmforge.serve.tools import ToolUse, call_starts, find_tools
 
 __all__ = ["RunningChat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
 
@@ -71,7 +71,8 @@ class RunningChat:
     def message(self, answer: Completion) -> JoinedAnswer:
         """Parse a complete answer into text, reasoning and tool calls."""
         reading = self.reading()
-        return JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
+        joined = JoinedAnswer.join([*reading.feed(answer.text), *reading.end()])
+        return replace(joined, has_calls=reading.has_calls)
 
     def pieces(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """Yield the output of the answers as it arrives; see `received_pieces`."""
@@ -113,6 +114,8 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         stack.enter_context(serving.admit(request, served))
         if rule is not None:
             await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
+            # An optional tool call replaces the text that the constraint applies to.
+            rule = replace(rule, free_after=call_starts(tools, engine.tokenizer))
         prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config.limits)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None

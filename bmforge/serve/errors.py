@@ -123,7 +123,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
 
     Values are not repeated in the message, since they may be private.
     """
-    problems = error.errors()
+    problems = _tagged_problems(error.errors()) or error.errors()
     first = problems[0]
     path = [str(part) for part in _without_unions(first["loc"])]
     if first["type"] == "unknown_field":
@@ -184,6 +184,27 @@ def explain_types(error: RequestValidationError) -> RequestError:
     )
 
 
+def _tagged_problems(problems: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the problems of an object whose `type` selects one of several classes.
+
+    The problems of the other classes, and pydantic's labels in the paths, are left out.
+    """
+    tagged: list[dict[str, Any]] = []
+    for problem in problems:
+        loc = list(problem["loc"])
+        label = next((n for n, p in enumerate(loc) if str(p).startswith("tagged-union[")), None)
+        if label is None or problem["type"] == "model_attributes_type":  # not an object
+            continue
+        path, kind, message = [*loc[:label], *loc[label + 2 :]], problem["type"], problem["msg"]
+        if kind == "union_tag_not_found":
+            path, kind = [*path, "type"], "missing"
+        elif kind == "union_tag_invalid":
+            path, kind = [*path, "type"], "literal_error"
+            message = f"Input should be one of {problem['ctx']['expected_tags']}"
+        tagged.append({**problem, "loc": path, "type": kind, "msg": message})
+    return tagged
+
+
 def _explain_part(problems: Sequence[Mapping[str, Any]]) -> RequestError | None:
     """Describe the first invalid part of a message's content; None if there is none."""
     for problem in problems:
@@ -212,7 +233,9 @@ def _explain_part(problems: Sequence[Mapping[str, Any]]) -> RequestError | None:
 
 def _without_unions(loc: Sequence[Any]) -> list[Any]:
     """Return a path in the body without pydantic's labels for unions and their classes."""
-    labels = (str(part).startswith("list[union") or str(part)[:1].isupper() for part in loc)
+    labels = (
+        str(part).startswith(("list[union", "literal[")) or str(part)[:1].isupper() for part in loc
+    )
     return [p for p, label in zip(loc, labels, strict=True) if not label and p != "body"]
 
 

@@ -13,7 +13,8 @@ from pydantic_core import PydanticCustomError
 from bmforge.errors import suggest
 from bmforge.serve.neutral_fields import NeutralFields
 
-__all__ = ["ImagePart", "Message", "SentBack", "Strict", "Tool", "ToolChoice"]
+__all__ = ["AllowedChoice", "Choice", "ImagePart", "Message", "SentBack", "Strict", "Tool",
+           "ToolChoice"]  # fmt: skip
 
 
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
@@ -106,6 +107,23 @@ class ToolChoice(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    """The only tools that may be called, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(fail_fast=True)] = Field(min_length=1)
+
+
+class AllowedChoice(Strict):
+    """Choice that restricts a request to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = Annotated[ToolChoice | AllowedChoice, Field(discriminator="type")]
+
+
 class CalledFunction(SentBack):
     """Called function with its arguments."""
 
@@ -127,7 +145,16 @@ class TextPart(SentBack):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # ignored, as the prefix cache needs no marks
+    # Marks for prefix caches of other servers (Anthropic, OpenAI); they are ignored.
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class RefusalPart(SentBack):
+    """Refusal of an earlier answer, which is text for the chat template."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ImageURL(SentBack):
@@ -142,10 +169,25 @@ class ImagePart(SentBack):
 
     type: Literal["image_url"]
     image_url: ImageURL
-    cache_control: dict[str, Any] | None = None  # as in a text part
+    # Ignored as in a text part.
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
+
+
+class ReasoningDetail(SentBack):
+    """Part of an earlier answer's reasoning in OpenRouter's format; encrypted parts are refused."""
+
+    type: Literal["reasoning.text", "reasoning.summary"]
+    text: str = ""
+    summary: str = ""
+    # Identifiers of the provider that generated the reasoning; they are ignored.
+    id: str | None = None
+    format: str | None = None
+    index: int | None = None
+    signature: str | None = None
 
 
 class Message(SentBack):
@@ -158,8 +200,9 @@ class Message(SentBack):
     tool_call_id: str | None = None
     reasoning_content: str | None = None  # for the chat template
     reasoning: str | None = None  # the same in newer versions of vLLM
+    reasoning_details: Annotated[list[ReasoningDetail], Field(fail_fast=True)] | None = None
+    refusal: str | None = None  # the content of an earlier answer without content
     # Fields that clients send back with an earlier answer; they are ignored.
-    refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -187,6 +230,7 @@ class Message(SentBack):
         unread = {
             "reasoning_content",
             "reasoning",
+            "reasoning_details",
             "refusal",
             "annotations",
             "audio",
@@ -194,27 +238,35 @@ class Message(SentBack):
             "parsed",
         }
         fields = self.model_dump(exclude_none=True, exclude=unread)
-        if self.images:
-            image = {"type": "image"}
-            parts = fields["content"]
-            fields["content"] = [p if p["type"] == "text" else image for p in parts]
-        fields.setdefault("content", "")
+        if isinstance(self.content, list):
+            fields["content"] = [
+                {"type": "image"}
+                if isinstance(part, ImagePart)
+                else {"type": "text", "text": _text_of(part)}
+                for part in self.content
+            ]
+        fields.setdefault("content", self.refusal or "")
         return {**fields, "reasoning_content": self.thoughts} if self.thoughts else fields
 
     @property
     def thoughts(self) -> str:
         """Reasoning of the message; "" without reasoning."""
-        return self.reasoning_content or self.reasoning or ""
+        details = "".join(part.text or part.summary for part in self.reasoning_details or ())
+        return self.reasoning_content or self.reasoning or details
 
     @property
     def text(self) -> str:
         """Content of the message as a single string."""
         if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+            return self.content or self.refusal or ""
+        return "".join(_text_of(p) for p in self.content if not isinstance(p, ImagePart))
 
     @property
     def images(self) -> list[str]:
         """URLs of the images in the content."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+
+def _text_of(part: TextPart | RefusalPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.refusal

@@ -48,7 +48,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     message = chat.message(answer)
     content = [block.as_json(is_whole=True) for block in _blocks(message)]
     head = _head(body, _usage(chat)) | {"content": content}
-    return JSONResponse(head | _end(chat, body, answer, bool(message.calls)))
+    return JSONResponse(head | _end(chat, body, answer, message.has_calls))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -167,8 +167,6 @@ class _BlockEvents:
         elif isinstance(part, CallStart | CallPiece):
             kind, text = "tool_use", "" if isinstance(part, CallStart) else part.text
         block = self._block
-        if kind == "text" and not text.strip() and block is not None and block.kind == "tool_use":
-            return  # whitespace between two calls
         if block is None or block.kind != kind or isinstance(part, CallStart):
             yield from self.close()
             block = self._block = _Block(kind, part.name if isinstance(part, CallStart) else "")

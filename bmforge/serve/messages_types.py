@@ -9,7 +9,7 @@ from pydantic import Field
 
 from bmforge.serve.errors import RequestError
 from bmforge.serve.message_types import SentBack, Strict
-from bmforge.serve.neutral_fields import MESSAGES_FIELDS
+from bmforge.serve.neutral_fields import MESSAGES_FIELDS, TOOL_FIELDS
 from bmforge.serve.openai_types import ChatRequest, make_chat
 
 __all__ = ["CountRequest", "MessagesRequest", "messages_chat"]
@@ -80,13 +80,14 @@ Block = Annotated[
 class AnthropicMessage(Strict):
     """One message of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(Strict):
     """Definition of a function that the model may call."""
 
+    neutral_fields = TOOL_FIELDS
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None

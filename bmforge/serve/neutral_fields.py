@@ -17,8 +17,11 @@ __all__ = [
     "COMPLETION_FIELDS",
     "MESSAGES_FIELDS",
     "POOLING_FIELDS",
+    "RERANK_FIELDS",
     "RESPONSES_FIELDS",
+    "SCORE_FIELDS",
     "TOKENIZE_FIELDS",
+    "TOOL_FIELDS",
     "WRITING_FIELDS",
     "NeutralField",
     "NeutralFields",
@@ -253,6 +256,7 @@ POOLING_FIELDS: dict[str, NeutralField] = {
         "embeddings are normalized, and scores of cross-encoders are between 0 and 1", (True,)
     ),
     "add_special_tokens": NeutralField("the model family determines the special tokens", (True,)),
+    "normalize": NeutralField("embeddings have an Euclidean norm of 1", (True,)),
     "embed_dtype": NeutralField("base64 contains numbers of 32 bits", ("float32",)),
     "endianness": NeutralField("base64 contains little-endian numbers", ("little", "native")),
     "priority": WRITING_FIELDS["priority"],
@@ -261,6 +265,25 @@ POOLING_FIELDS: dict[str, NeutralField] = {
     **_hints("embeddings are computed without the prefix cache", "cache_salt"),
     # llama.cpp
     "embd_normalize": NeutralField("embeddings have an Euclidean norm of 1", (2,)),
+}
+
+SCORE_FIELDS: dict[str, NeutralField] = {
+    **POOLING_FIELDS,
+    # vLLM
+    "max_tokens_per_query": NeutralField(_CONTEXT, (0,)),
+    "max_tokens_per_doc": NeutralField(_CONTEXT, (0,)),
+    "softmax": POOLING_FIELDS["use_activation"],
+    "activation": POOLING_FIELDS["use_activation"],
+}
+
+RERANK_FIELDS: dict[str, NeutralField] = {
+    **SCORE_FIELDS,
+    # Cohere
+    "max_chunks_per_doc": NeutralField(_CONTEXT),
+    "rank_fields": NeutralField("documents are ranked by their text", (["text"],)),
+    # Jina
+    "truncation": NeutralField(_CONTEXT, (False,)),
+    "return_embeddings": NeutralField("only scores are returned. Use /v1/embeddings", (False,)),
 }
 
 TOKENIZE_FIELDS: dict[str, NeutralField] = {
@@ -277,4 +300,12 @@ MESSAGES_FIELDS: dict[str, NeutralField] = {
     "inference_geo": NeutralField("the server has one location"),
     "speed": NeutralField("all requests run at the same speed", ("standard",)),
     **_hints("it is an identifier", "user_profile_id", "workspace_id"),
+}
+
+# Fields of the tools of Anthropic's messages.
+TOOL_FIELDS: dict[str, NeutralField] = {
+    "allowed_callers": NeutralField("tools are called only by the model", (["direct"],)),
+    "defer_loading": NeutralField("all tools are part of the prompt", (False,)),
+    "input_examples": NeutralField("examples are not inserted. Write them into a message", ([],)),
+    **_hints("arguments are always streamed as they are generated", "eager_input_streaming"),
 }

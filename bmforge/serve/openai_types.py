@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
 
 from bmforge.serve.errors import RequestError, explain_types
-from bmforge.serve.message_types import Message, Strict, Tool, ToolChoice
+from bmforge.serve.message_types import AllowedChoice, Choice, Message, Strict, Tool
 from bmforge.serve.neutral_fields import CHAT_FIELDS, COMPLETION_FIELDS, POOLING_FIELDS
 
 __all__ = [
@@ -195,7 +195,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     # Accepted and ignored.
     metadata: dict[str, str] | None = None
@@ -223,7 +223,7 @@ class ChatRequest(GenerationRequest):
             raise ValueError(
                 "max_tokens and max_completion_tokens cannot be used together. Keep one of them."
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs has no effect without logprobs=true. Set logprobs.")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice has no effect without tools. Leave it out.")
@@ -250,11 +250,19 @@ class ChatRequest(GenerationRequest):
                 "continue_final_message needs earlier messages and a last message with the role "
                 "assistant."
             )
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_mode == "required":
             raise ValueError(
                 'continue_final_message cannot be used with tool_choice="required" or a named '
                 'function. Set tool_choice to "auto" or "none".'
             )
+
+    @property
+    def tool_mode(self) -> Literal["none", "auto", "required"]:
+        """Whether no tool, any number of tools or at least one tool is called."""
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode
+        return choice if isinstance(choice, str) else "required"
 
     @property
     def most_tokens(self) -> int | None:

@@ -62,11 +62,13 @@ class JoinedAnswer:
         text: visible text, without reasoning and tool calls.
         thoughts: reasoning before the answer; "" if there is none.
         calls: tool calls in order.
+        has_calls: True if the answer has tool calls, and a stop string has not cut the last one.
     """
 
     text: str
     thoughts: str
     calls: tuple[GeneratedToolCall, ...]
+    has_calls: bool = field(default=False, compare=False)
 
     @classmethod
     def join(cls, parts: Iterable[Part]) -> JoinedAnswer:

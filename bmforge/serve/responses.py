@@ -47,7 +47,7 @@ async def respond(body: ResponsesRequest, request: Request) -> Response:
     for part in (*reading.feed(answer.text), *reading.end()):
         for _ in items.feed(part):
             pass
-    for _ in items.close(answer.finish_reason == "stop"):
+    for _ in items.close(answer.finish_reason == "stop" and not reading.is_cut):
         pass
     return JSONResponse(_finished(head, chat, items, answer.finish_reason))
 
@@ -143,7 +143,7 @@ async def _events(chat: RunningChat, head: dict[str, Any]) -> AsyncIterator[byte
         yield send("error", **error_body(error)["error"])
         yield send("response.failed", response=head | {"status": "failed", "error": failed})
         return
-    for kind, fields in items.close(reason == "stop"):
+    for kind, fields in items.close(reason == "stop" and not reading.is_cut):
         yield send(kind, **fields)
     response = _finished(head, chat, items, reason)
     yield send(f"response.{response['status']}", response=response)
@@ -175,8 +175,6 @@ class Items:
         else:
             kind, text = "message", part
         if kind != self._kind or isinstance(part, CallStart):
-            if kind == "message" and not text.strip() and self._kind == "function_call":
-                return  # whitespace between two calls is not a message
             yield from self.close()
             yield from self._begin(kind, part.name if isinstance(part, CallStart) else "")
         if text:

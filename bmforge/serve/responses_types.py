@@ -25,6 +25,7 @@ class InputText(SentBack):
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # ignored
     parsed: Any = None  # added by OpenAI's client, which parses the text
 
 
@@ -34,6 +35,7 @@ class InputImage(SentBack):
     type: Literal["input_image"]
     image_url: str
     detail: Literal["auto", "high"] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # ignored
 
 
 Texts = str | Annotated[list[InputText], Field(fail_fast=True)]
@@ -108,6 +110,17 @@ class NamedTool(Strict):
     name: str
 
 
+class AllowedTools(Strict):
+    """Choice that restricts a request to some of its tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
+
+
+Choice = Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+
+
 class TextFormat(Strict):
     """Required format of the text."""
 
@@ -149,7 +162,7 @@ class InputTokensRequest(Strict):
     input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -262,8 +275,15 @@ def _tools(body: InputTokensRequest) -> list[dict[str, Any]] | None:
 def _choice(body: InputTokensRequest) -> Any:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
-        return {"type": "function", "function": {"name": choice.name}}
+        return _named(choice)
+    if isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice if body.tools else None
+
+
+def _named(tool: NamedTool) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _format(body: InputTokensRequest) -> dict[str, Any] | None:

@@ -108,7 +108,7 @@ class RuleChecker:
         limits = self._limits
         job = {
             "kind": rule.kind,
-            "source": rule.source,
+            "source": await asyncio.to_thread(lambda: rule.supported_source),
             "cpu_s": limits.schema_cpu_s,
             "memory_bytes": limits.schema_memory_bytes,
             "wall_s": limits.schema_s,

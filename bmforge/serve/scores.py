@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.live_requests import GoneError
 from bmforge.serve.message_types import Message, Strict, Tool
-from bmforge.serve.neutral_fields import POOLING_FIELDS, TOKENIZE_FIELDS
+from bmforge.serve.neutral_fields import RERANK_FIELDS, SCORE_FIELDS, TOKENIZE_FIELDS
 from bmforge.serve.openai_types import ChatRequest, Ids, Texts, make_chat
 from bmforge.serve.serving import Serving, serving_of
 
@@ -29,6 +29,12 @@ __all__ = ["router"]
 router = APIRouter(route_class=StrictRoute)
 # Fields of /tokenize that apply only to conversations.
 _OF_CHATS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_SIDES = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
 
 
 class TokenizeRequest(Strict):
@@ -75,13 +81,34 @@ class DetokenizeRequest(Strict):
 
 
 class ScoreRequest(Strict):
-    """Request for the similarity of text pairs: one text with several others, or pair by pair."""
+    """Request for the similarity of text pairs: one text with several others, or pair by pair.
 
-    neutral_fields = POOLING_FIELDS
+    vLLM has four names for the two sides of the pairs.
+    """
+
+    neutral_fields = SCORE_FIELDS
     model: str
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    items: str | Texts | None = None
+    data_1: str | Texts | None = None
+    data_2: str | Texts | None = None
     user: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ScoreRequest:
+        given = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
+        if given not in [set(pair) for pair in _SIDES]:
+            allowed = ", or ".join(" and ".join(pair) for pair in _SIDES)
+            raise ValueError(f"two texts or lists of texts are required: {allowed}.")
+        return self
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Names of the two fields that contain the texts."""
+        return next(pair for pair in _SIDES if getattr(self, pair[1]) is not None)
 
 
 class RankedText(Strict):
@@ -93,14 +120,19 @@ class RankedText(Strict):
 class RerankRequest(Strict):
     """Request to sort documents by their similarity to a query."""
 
-    neutral_fields = POOLING_FIELDS
+    neutral_fields = RERANK_FIELDS
     model: str
     query: str = Field(min_length=1)
-    documents: Annotated[list[str | RankedText], Field(fail_fast=True)] = Field(min_length=1)
+    documents: str | Annotated[list[str | RankedText], Field(fail_fast=True, min_length=1)]
     top_n: int | None = Field(None, ge=0)  # 0: all, as in vLLM
     return_documents: bool = True
-    max_tokens_per_doc: None = None
     user: str | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the documents."""
+        documents = [self.documents] if isinstance(self.documents, str) else self.documents
+        return [doc if isinstance(doc, str) else doc.text for doc in documents]
 
 
 @router.post("/tokenize")
@@ -154,20 +186,23 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 @router.post("/v1/score")
+@router.post("/score", include_in_schema=False)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Score text pairs with a cross-encoder, or by the cosine similarity of their embeddings."""
+    one, two = body.sides
     first, second = (
-        [texts] if isinstance(texts, str) else list(texts) for texts in (body.text_1, body.text_2)
+        [texts] if isinstance(texts := getattr(body, side), str) else list(texts)
+        for side in (one, two)
     )
     if len(first) not in (1, len(second)):
         raise RequestError(
             (
-                f"text_1 has {len(first)} texts, but text_2 has {len(second)} (needed: one text in "
-                "text_1, or as many as in text_2)."
+                f"{one} has {len(first)} texts, but {two} has {len(second)} (needed: one text in "
+                f"{one}, or as many as in {two})."
             ),
-            "text_1",
+            one,
         )
-    result = await _compare(request, body.model, first, second, "text_2")
+    result = await _compare(request, body.model, first, second, two)
     if result is None:
         return Response(status_code=GONE)
     scores, tokens = result
@@ -183,7 +218,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v2/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Return the documents sorted by their relevance to a query, scored as in `/v1/score`."""
-    texts = [doc if isinstance(doc, str) else doc.text for doc in body.documents]
+    texts = body.texts
     result = await _compare(request, body.model, [body.query], texts, "documents")
     if result is None:
         return Response(status_code=GONE)
@@ -203,7 +238,7 @@ async def _compare(
     model: str,
     first: list[str],
     second: list[str],
-    field: Literal["documents", "text_2"],
+    field: str,
 ) -> tuple[list[float], int] | None:
     """Return the scores of text pairs and the number of tokens; None after a disconnect.
 

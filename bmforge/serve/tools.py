@@ -6,17 +6,18 @@ the model's chat template (`tool_formats.py`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
-from bmforge.serve.message_types import ToolChoice
+from bmforge.serve.message_types import AllowedChoice, Tool
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.tool_formats import ToolFormat
 
-__all__ = ["LITERAL_KEYWORDS", "ToolUse", "find_tools"]
+__all__ = ["LITERAL_KEYWORDS", "ToolUse", "call_starts", "find_tools"]
 
 # Keywords of JSON schemas whose values are data, in which a "$ref" is plain text.
 LITERAL_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
@@ -53,27 +54,26 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
     Raises:
         RequestError: the format of optional calls is not supported, or constraints conflict.
     """
-    if not body.tools or body.tool_choice == "none":
+    if not body.tools or body.tool_mode == "none":
         return ToolUse()
-    shown = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    functions = {tool.function.name: tool.function.parameters for tool in body.tools}
-    if len(functions) != len(body.tools):
+    if len({tool.function.name for tool in body.tools}) != len(body.tools):
         raise RequestError(
             "tools contains two functions with the same name. Rename one of them.",
             "tools",
             code="invalid_value",
         )
-    if body.response_format is not None and body.response_format.type != "text":
+    if body.outputs is not None and body.tool_mode == "required":
         raise RequestError(
-            "tools and response_format cannot be used together. Keep one of them.",
-            "response_format",
-        )
-    if body.structured_outputs is not None:
-        raise RequestError(
-            "tools and structured_outputs cannot be used together. Keep one of them.",
+            'structured_outputs cannot be used together with tool_choice="required" or a named '
+            "function. Keep one of them.",
             "structured_outputs",
         )
-    if body.tool_choice in (None, "auto"):
+    callable_tools = _callable_tools(body, body.tools)
+    functions = {tool.function.name: tool.function.parameters for tool in callable_tools}
+    # The prompt has no tool that may not be called, except for those beside a named function.
+    in_prompt = callable_tools if isinstance(body.tool_choice, AllowedChoice) else body.tools
+    shown = [tool.model_dump(exclude_none=True) for tool in in_prompt]
+    if body.tool_mode == "auto":
         if form is None:
             raise RequestError(
                 (
@@ -85,16 +85,39 @@ def find_tools(body: ChatRequest, form: ToolFormat | None) -> ToolUse:
             )
         most = 1 if body.parallel_tool_calls is False else None
         return ToolUse(shown, functions, form, max_calls=most)
-    if isinstance(body.tool_choice, ToolChoice):
-        name = body.tool_choice.function.name
-        if name not in functions:
-            raise RequestError(
-                f"tool_choice names the function {name!r}, which is not in tools. Add it to tools.",
-                "tool_choice",
-            )
-        functions = {name: functions[name]}
     begin = f"{form.open[0]}\n" if form is not None and form.is_json else ""
     return ToolUse(None if form is None else shown, functions, None, _call_rule(functions), begin)
+
+
+def call_starts(tools: ToolUse, tokenizer: Any) -> tuple[str | int, ...]:
+    """Return the texts and token ids with which an optional tool call begins."""
+    if tools.form is None:
+        return ()
+    marks = [mark for mark in tools.form.open if mark]
+    ids = [row[0] for mark in marks if len(row := tokenizer.encode_chat(mark)) == 1]
+    is_bare = "" in tools.form.open
+    bare = [f'{{"name": {json.dumps(name)}' for name in tools.schemas] if is_bare else []
+    return (*marks, *ids, *bare)
+
+
+def _callable_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
+    """Return the tools that `tool_choice` allows.
+
+    Raises:
+        RequestError: `tool_choice` names a function that is not one of the tools.
+    """
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return tools
+    allowed = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]
+    names = {tool.function.name for tool in allowed}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise RequestError(
+            f"tool_choice names the function {min(unknown)!r}, which is not in tools. Add it to "
+            "tools.",
+            "tool_choice",
+        )
+    return [tool for tool in tools if tool.function.name in names]
 
 
 def _call_rule(functions: Mapping[str, dict[str, Any] | None]) -> Constraint:

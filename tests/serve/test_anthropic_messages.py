@@ -73,6 +73,24 @@ def test_text_with_a_system_of_blocks(
         assert counted.json() == {"input_tokens": len(prompt)}
 
 
+def test_system_messages_within_a_conversation(
+    start: Any, engine: Any, model_directory: Any
+) -> None:
+    scripted: Any = ScriptedEngine(engine, "yes")
+    turns = [{"role": "user", "content": "a"},
+             {"role": "system", "content": [{"type": "text", "text": "Be short."}]},
+             {"role": "user", "content": "b"}]  # fmt: skip
+    tool = {"name": "f", "input_schema": {}, "eager_input_streaming": True, "input_examples": []}
+    with start(other=scripted, place=model_directory) as server:
+        assert post(server, messages=turns, tools=[tool]).status_code == 200
+        assert scripted.prompt().endswith(
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>system\nBe short.<|im_end|>\n"
+            "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+        )
+        found = post(server, messages=turns, tools=[{**tool, "input_examples": [{"a": 1}]}])
+        assert found.json()["error"]["param"] == "tools.0.input_examples"
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_there_and_back(start: Any, engine: Any, model_directory: Any, streams: bool) -> None:
     scripted: Any = ScriptedEngine(engine, f"Let me look.\n{CALL}\n{CALL}")
@@ -125,7 +143,7 @@ def test_errors_have_anthropics_form(start: Any) -> None:
     with start() as server:
         for field, value in (
             ("max_tokens", None), ("messages", []), ("temperature", 2), ("model", "else"),
-            ("messages", [{"role": "system", "content": "a"}]), ("max_tokens", 10**6),
+            ("messages", [{"role": "developer", "content": "a"}]), ("max_tokens", 10**6),
             ("thinking", {"type": "enabled", "budget_tokens": 10}), ("other", 1),
             ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
         ):  # fmt: skip

@@ -7,11 +7,17 @@ llama-index 0.14, LiteLLM 1.110, OpenAI Agents 0.20 and lm-eval 0.4.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
+from scripted_engine import ScriptedEngine
+
+from bmforge.infer import Engine
+from bmforge.infer.engine.request import Handle, Request
 
 HELLO = [{"role": "user", "content": "hello"}]
 CITY = {
@@ -57,6 +63,14 @@ CHATS: dict[str, tuple[dict[str, Any], bool]] = {
     "llama-index auto": ({"messages": HELLO + CALLED, "parallel_tool_calls": False,
                           "tool_choice": "auto", "temperature": 0.1,
                           "tools": [{**TOOL, "function": {**FUNCTION, "strict": False}}]}, False),
+    "openai pydantic_function_tool": (
+        {"messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": "x",
+                                                              "name": "u"}],
+         "tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}, False),
+    "openai allowed_tools": (
+        {"messages": HELLO, "tools": [TOOL, {**TOOL, "function": {"name": "other"}}],
+         "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [
+             {"type": "function", "function": {"name": "get_weather"}}]}}}, True),
     "agents settings": ({"messages": HELLO, "metadata": {"a": "b"}, "store": False,
                          "temperature": 0.5, "top_p": 0.9, "verbosity": "medium"}, False),
     "litellm tool message with a name": ({"messages": [*HELLO, CALLED[0], {
@@ -121,6 +135,97 @@ def test_structured_output(start: Any, name: str) -> None:
     jsonschema.validate(json.loads(text), CITY)
 
 
+class Biased:
+    """An engine that prefers one token wherever the constraint allows it."""
+
+    def __init__(self, engine: Engine, token: int) -> None:
+        self._engine, self._token = engine, token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, request: Request) -> Handle:
+        options = replace(request.options, logit_bias={self._token: 30.0})
+        return self._engine.submit(replace(request, options=options))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("begins", ["<", "{"])
+def test_structured_output_with_tools(
+    start: Any, engine: Engine, model_directory: Path, path: str, begins: str
+) -> None:
+    """OpenAI Agents, LangChain and pydantic-ai send a schema and tools in the same request.
+
+    The answer is a call, or text that matches the schema, whichever token comes first.
+    """
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, "tools": [TOOL], "max_tokens": 60,
+                                 "response_format": FORM},
+        "/v1/responses": {"input": HELLO, "tools": [FLAT_TOOL], "max_output_tokens": 60,
+                          "text": {"format": {"type": "json_schema", "strict": True,
+                                              "name": "final_output", "schema": CITY}}},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 60,
+                         "tools": [{"name": "get_weather", "input_schema": WEATHER}],
+                         "output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+    }  # fmt: skip
+    biased = Biased(engine, engine.tokenizer.encode(begins)[0])
+    with start(other=biased, place=model_directory) as server:
+        answer = post(server, path, bodies[path]).json()
+    if "choices" in answer:
+        text = answer["choices"][0]["message"]["content"]
+    elif "output" in answer:
+        text = answer["output"][0]["content"][0]["text"]
+    else:
+        text = answer["content"][0]["text"]
+    if begins == "{":
+        jsonschema.validate(json.loads(text), CITY)
+    else:  # the model writes a call only by chance, but nothing else than the start of one
+        assert text.startswith("<tool_call>")
+
+
+def test_a_required_call_with_structured_output(start: Any) -> None:
+    with start() as server:
+        body = {"messages": HELLO, "tools": [TOOL], "response_format": FORM}
+        body["tool_choice"] = "required"
+        answer = post(server, "/v1/chat/completions", body).json()
+        (call,) = answer["choices"][0]["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stop_string_within_the_arguments_of_a_call(
+    start: Any, engine: Engine, model_directory: Path, streams: bool
+) -> None:
+    """The end of such an answer is no call, since its arguments are not JSON."""
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ro'
+    scripted: Any = ScriptedEngine(engine, text)
+    said = {"messages": HELLO, "max_tokens": 99, "stream": streams}
+    anthropic_tool = {"name": "get_weather", "input_schema": WEATHER}
+    with start(other=scripted, place=model_directory) as server:
+        chat = post(server, "/v1/chat/completions", {**said, "tools": [TOOL]})
+        messages = post(server, "/v1/messages", {**said, "tools": [anthropic_tool]})
+        body = {"input": HELLO, "tools": [FLAT_TOOL], "stream": streams}
+        responses = post(server, "/v1/responses", body)
+    if streams:
+        assert '"finish_reason":"stop"' in chat.text
+        assert '"finish_reason":"tool_calls"' not in chat.text
+        assert '"stop_reason":"end_turn"' in messages.text
+        last = json.loads(responses.text.strip().rpartition("data: ")[2])["response"]
+    else:
+        assert chat.json()["choices"][0]["finish_reason"] == "stop"
+        assert messages.json()["stop_reason"] == "end_turn"
+        last = responses.json()
+    assert [item["status"] for item in last["output"]] == ["incomplete"]
+    assert last["output"][0]["arguments"] == '{"city": "Ro'
+
+
+def test_neutral_log_probabilities(start: Any) -> None:
+    with start() as server:
+        body = {"messages": HELLO, "max_tokens": 2, "logprobs": False, "top_logprobs": 0}
+        assert post(server, "/v1/chat/completions", body).status_code == 200
+        assert post(server, "/v1/chat/completions", {**body, "top_logprobs": 1}).status_code == 400
+
+
 def test_responses_of_agents_and_langchain(start: Any) -> None:
     call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "get_weather",
             "arguments": '{"city": "Rome"}', "status": "completed"}  # fmt: skip
@@ -134,6 +239,13 @@ def test_responses_of_agents_and_langchain(start: Any) -> None:
                 "max_output_tokens": 4,
             }
             assert post(server, "/v1/responses", body).status_code == 200
+        allowed = {"type": "allowed_tools", "mode": "required",
+                   "tools": [{"type": "function", "name": "get_weather"}]}  # fmt: skip
+        other = {"type": "function", "name": "other"}
+        body = {"input": HELLO, "tools": [other, FLAT_TOOL], "tool_choice": allowed}
+        answer = post(server, "/v1/responses", body).json()
+        assert answer["output"][-1]["name"] == "get_weather"
+        assert answer["tool_choice"] == allowed
         body = {"input": HELLO, "tools": [FLAT_TOOL], "tool_choice": "required"}
         output = post(server, "/v1/responses", body).json()["output"]
         jsonschema.validate(json.loads(output[-1]["arguments"]), WEATHER)
@@ -187,6 +299,17 @@ def test_text_completions_of_langchain_and_litellm(start: Any) -> None:
 def test_rankings_of_cohere_jina_and_vllm(start: Any) -> None:
     body = {"query": "a", "documents": ["b", "a"], "top_n": 1, "return_documents": True}
     with start() as server:
+        for fields in (
+            {"max_chunks_per_doc": None, "rank_fields": ["text"], "return_documents": False},
+            {"documents": [{"text": "b"}, {"text": "a"}], "truncation": False},
+            {"max_tokens_per_doc": 0, "max_tokens_per_query": 0, "priority": 0, "softmax": True},
+        ):
+            results = post(server, "/v2/rerank", {**body, **fields}).json()["results"]
+            assert [item["index"] for item in results] == [1]
+        for name, value in (("max_tokens_per_doc", 4096), ("rank_fields", ["title"]), ("top_k", 1),
+                            ("truncation", True)):  # fmt: skip
+            refused = post(server, "/v2/rerank", {**body, name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             results = post(server, path, body).json()["results"]
             assert [item["index"] for item in results] == [1]

@@ -145,6 +145,50 @@ def test_a_window_of_penalties_is_accepted_without_penalties(start: Any) -> None
                 assert found.json()["error"]["param"] == "repeat_last_n"
 
 
+def test_sampling_fields_have_their_effects(start: Any, engine: Any) -> None:
+    """Compare with greedy decoding, and with answers whose end is made certain by a bias."""
+    end = engine.tokenizer.eos_id
+    ends = {"logit_bias": {str(end): 100}}
+    with start() as server, httpx.Client(timeout=60) as client:
+
+        def ask(**fields: Any) -> tuple[list[str], str, int, int]:
+            body = {"model": server.serving.name, "prompt": "hello", "max_tokens": 12, **fields}
+            answer = client.post(f"{server.url}/v1/completions", json=body).json()
+            choices, usage = answer["choices"], answer["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            texts = [choice["text"] for choice in choices]
+            return texts, choices[0]["finish_reason"], usage["completion_tokens"], cached
+
+        (greedy,), reason, count, _ = ask(temperature=0)
+        assert (reason, count) == ("length", 12)
+        for fields in ({"top_p": 0}, {"top_k": 1}, {"temperature": 1e-6}, {"min_p": 1}):
+            assert ask(seed=3, **{"temperature": 1, **fields})[0] == [greedy], fields
+        assert ask(temperature=0, n=3)[0] == [greedy] * 3
+        assert ask(seed=5)[0] == ask(seed=5)[0] != ask(seed=6)[0]
+        assert ask(**ends)[1:3] == ("stop", 1)
+        assert ask(**ends, min_tokens=7)[1:3] == ("stop", 8)  # the end follows seven tokens
+        assert ask(**ends, ignore_eos=True)[1:3] == ("length", 12)
+        first = engine.tokenizer.encode("a")[0]
+        forced = {"logit_bias": {str(first): 100}}
+        assert ask(**forced)[0] == ["a" * 12]
+        assert ask(**forced, stop_token_ids=[first])[1:3] == ("stop", 1)
+        assert ask(**forced, bad_words=["a"])[0][0].count("a") == 0
+
+
+def test_salts_separate_the_prefix_cache(start: Any) -> None:
+    with start() as server, httpx.Client(timeout=60) as client:
+
+        def cached(**fields: Any) -> int:
+            body = {"model": server.serving.name, "prompt": "salted " * 30, "max_tokens": 1}
+            answer = client.post(f"{server.url}/v1/completions", json={**body, **fields}).json()
+            found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert [cached(), cached() > 100] == [0, True]
+        assert [cached(cache_salt="a"), cached(cache_salt="a") > 100] == [0, True]
+        assert cached(cache_salt="b") == 0
+
+
 def test_true_and_false_are_not_numbers(start: Any) -> None:
     with start() as server:
         body = {"model": server.serving.name, **BODIES["/v1/completions"]}

@@ -118,8 +118,8 @@ def test_scores_and_rankings_are_cosines_of_embeddings(start: Any) -> None:
         data = post(server, "/v1/embeddings", input=texts).json()["data"]
         rows = torch.tensor([entry["embedding"] for entry in data])
         cosines = torch.nn.functional.cosine_similarity(rows[:1], rows[1:]).tolist()
-        found = post(server, "/v1/score", text_1=texts[0], text_2=texts[1:]).json()
-        assert [one["score"] for one in found["data"]] == pytest.approx(cosines, abs=1e-5)
+        found_scores = post(server, "/v1/score", text_1=texts[0], text_2=texts[1:]).json()
+        assert [one["score"] for one in found_scores["data"]] == pytest.approx(cosines, abs=1e-5)
         pairs = post(server, "/v1/score", text_1=texts[:2], text_2=texts[2:]).json()["data"]
         both = torch.nn.functional.cosine_similarity(rows[:2], rows[2:]).tolist()
         assert [one["score"] for one in pairs] == pytest.approx(both, abs=1e-5)
@@ -128,5 +128,17 @@ def test_scores_and_rankings_are_cosines_of_embeddings(start: Any) -> None:
         best = sorted(range(3), key=lambda number: -cosines[number])[:2]
         assert [one["index"] for one in found["results"]] == best
         assert found["results"][0]["document"] == {"text": "apple"}
+        for one, two in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            other = post(server, "/score", **{one: texts[0], two: texts[1:]}).json()
+            assert other["data"] == found_scores["data"]
+            uneven = post(server, "/v1/score", **{one: ["a", "b"], two: ["a"]})
+            assert uneven.status_code == 400
+            assert uneven.json()["error"]["param"] == one
         assert post(server, "/v1/score", text_1=["a", "b"], text_2=["a"]).status_code == 400
+        for fields in ({"text_1": "a"}, {"text_1": "a", "documents": "b"},
+                       {"queries": "a", "documents": "b", "items": "c"}):  # fmt: skip
+            error = post(server, "/v1/score", **fields).json()["error"]
+            assert "text_1 and text_2, or queries and documents, or" in error["message"]
+        single = post(server, "/v1/rerank", query="a", documents="b").json()["results"]
+        assert [one["document"] for one in single] == [{"text": "b"}]
         assert post(server, "/v1/rerank", query="a", documents=[]).status_code == 400

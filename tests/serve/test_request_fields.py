@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from bmforge.infer import Engine
 from bmforge.serve.auth import load_keys
 from bmforge.serve.engine_options import bad_word_ids, longest_token_bytes
+from bmforge.serve.message_types import Message
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallStart
 from bmforge.serve.settings import ServeConfig
@@ -37,7 +38,7 @@ def ask(server: Any, path: str = "chat/completions", **fields: Any) -> httpx.Res
     return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
 
 
-HISTORIES = {
+HISTORIES: dict[str, list[dict[str, Any]]] = {
     "model_dump": [
         {
             **{"role": "assistant", "content": "Hello!", "refusal": None, "annotations": None},
@@ -47,6 +48,26 @@ HISTORIES = {
     "empty annotations": [{"role": "assistant", "content": "a", "annotations": []}],
     "reasoning": [{"role": "assistant", "content": "a", "reasoning_content": "b"}],
     "only reasoning": [{"role": "assistant", "content": None, "reasoning": "b"}],
+    "reasoning_details": [
+        {
+            "role": "assistant",
+            "content": "a",
+            "reasoning_details": [
+                {"type": "reasoning.text", "text": "b", "signature": None, "id": "1", "index": 0},
+                {"type": "reasoning.summary", "summary": "c", "format": "unknown", "index": 1},
+            ],
+        }
+    ],
+    "refusals and marks of caches": [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+            ],
+        },
+        {"role": "assistant", "content": None, "refusal": "no"},
+    ],
     "nothing written": [{"role": "assistant", "content": None, "tool_calls": []}],
     "index of a call": [
         {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]},
@@ -69,6 +90,25 @@ def test_histories_as_clients_send_them_back(start: Any) -> None:
         for field in ("function_call", "functions", "web_search_options"):
             assert ask(server, messages=USER, **{field: None}).status_code == 200
             assert ask(server, messages=USER, **{field: {}}).status_code == 400
+
+
+def test_encrypted_reasoning_is_refused(start: Any) -> None:
+    details = [{"type": "reasoning.encrypted", "data": "x", "index": 0}]
+    turn = {"role": "assistant", "content": "a", "reasoning_details": details}
+    with start() as server:
+        found = ask(server, messages=[*USER, turn, *USER])
+        assert found.status_code == 400
+        assert "'reasoning.text' or 'reasoning.summary'" in found.json()["error"]["message"]
+
+
+def test_refusals_and_reasoning_details_are_text_for_the_template() -> None:
+    (turn,) = HISTORIES["reasoning_details"]
+    assert Message.model_validate(turn).as_template()["reasoning_content"] == "bc"
+    parts, _, alone = HISTORIES["refusals and marks of caches"]
+    assert Message.model_validate(parts).as_template()["content"] == [{"type": "text",
+                                                                       "text": "no"}]  # fmt: skip
+    assert Message.model_validate(alone).as_template()["content"] == "no"
+    assert Message.model_validate(alone).text == "no"
 
 
 def test_strict_tools_and_template_arguments(start: Any) -> None:

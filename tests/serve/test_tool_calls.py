@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from bmforge.serve.answers import Reading
 from bmforge.serve.call_reader import CallReader
@@ -17,7 +18,7 @@ from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallPiece, CallStart, GeneratedToolCall, JoinedAnswer, Thought
 from bmforge.serve.thoughts import THOUGHT_MARKS, ThoughtReader
 from bmforge.serve.tool_formats import FORMATS, find_format, read_json_call
-from bmforge.serve.tools import ToolUse, find_tools
+from bmforge.serve.tools import ToolUse, call_starts, find_tools
 
 HERMES = FORMATS["hermes"]
 
@@ -31,6 +32,11 @@ POINT = {
 
 def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def request(**fields: Any) -> ChatRequest:
@@ -270,20 +276,61 @@ def test_tools_that_may_be_called_or_not() -> None:
     assert use.shown == [{"type": "function", "function": {"name": "add"}}]
 
 
+def test_only_some_tools_are_allowed() -> None:
+    tools = [tool("add", POINT), tool("go"), tool("stop")]
+    use = find_tools(request(tools=tools, tool_choice=allowed("auto", "stop", "add")), HERMES)
+    assert use.shown is not None
+    assert [entry["function"]["name"] for entry in use.shown] == ["add", "stop"]
+    assert (set(use.schemas), use.rule, use.form) == ({"add", "stop"}, None, HERMES)
+    choice = allowed("required", "go")
+    body = request(tools=tools, tool_choice=choice)
+    use = find_tools(body, HERMES)
+    assert use.rule is not None
+    check = jsonschema.Draft202012Validator(json.loads(use.rule.source))
+    assert check.is_valid({"name": "go", "arguments": {}})
+    assert not check.is_valid({"name": "add", "arguments": {"a": 1}})
+    for fields, problem in (
+        ({"tool_choice": choice}, "tool_choice has no effect without tools"),
+        ({"tools": tools, "tool_choice": allowed("required")}, "at least 1 item"),
+        ({"tools": tools, "tool_choice": allowed("any", "go")}, "'auto' or 'required'"),
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            request(**fields)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_begin_with_the_starts_of_their_format(name: str) -> None:
+    class Tokenizer:
+        def encode_chat(self, text: str) -> list[int]:
+            return [7] if text == "<tool_call>" else [*text.encode()]
+
+    starts = call_starts(ToolUse(schemas=SCHEMAS, form=FORMATS[name]), Tokenizer())
+    assert (7 in starts) == (name in ("hermes", "glm45", "qwen3_coder"))
+    texts = tuple(start for start in starts if isinstance(start, str))
+    for call in (("add", {"a": 1, "b": "x"}), ("go", {})):
+        assert write_calls(name, [call]).startswith(texts)
+    assert call_starts(ToolUse(), Tokenizer()) == ()
+
+
 @pytest.mark.parametrize(
     ("fields", "writes", "problem"),
     [
         ({"tools": [tool("a")]}, False, "does not support tool calls"),
         ({"tools": [tool("a"), tool("a")]}, True, "same name"),
         (
-            {"tools": [tool("a")], "response_format": {"type": "json_object"}},
+            {"tools": [tool("a")], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
             True,
             "cannot be used together",
         ),
         (
-            {"tools": [tool("a")], "structured_outputs": {"regex": "a"}},
+            {"tools": [tool("a")], "tool_choice": "required", "guided_regex": "a"},
             True,
             "cannot be used together",
+        ),
+        (
+            {"tools": [tool("a")], "tool_choice": allowed("auto", "a", "b")},
+            True,
+            "names the function 'b', which is not in tools",
         ),
         (
             {"tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
@@ -319,3 +366,33 @@ def test_a_forced_call() -> None:
         assert found.calls == calls
         assert found.text == ("" if calls else text)
         assert reading.has_calls == bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_forced", "is_whole"),
+    [
+        (CALL, False, True),
+        (f"{CALL}\n{CALL}", False, True),
+        (CALL.partition("</tool_call>")[0], False, True),  # the close may be a stop string
+        (CALL.partition(', "b"')[0], False, False),
+        (f"{CALL}\n{CALL}".rpartition("天")[0], False, False),
+        ('{"name": "add", "arguments": {"a": 1}}', True, True),
+        ('{"name": "add", "arguments": {"a"', True, False),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts(text: str, is_forced: bool, is_whole: bool) -> None:
+    choice = "required" if is_forced else "auto"
+    use = find_tools(request(tools=[tool("add")], tool_choice=choice), HERMES)
+    reading = Reading(use)
+    found = JoinedAnswer.join([*reading.feed(text), *reading.end()])
+    assert found.calls
+    assert (reading.has_calls, reading.is_cut) == (is_whole, not is_whole)
+
+
+def test_whitespace_after_calls_is_left_out() -> None:
+    reading = Reading(find_tools(request(tools=[tool("add")]), HERMES))
+    parts = [part for piece in f"Sure. \n{CALL}\n \n{CALL}\n\nDone  it".partition(" \n")
+             for part in reading.feed(piece)]  # fmt: skip
+    parts += [*reading.end()]
+    texts = [part for part in parts if isinstance(part, str)]
+    assert "".join(texts) == "Sure. \nDone  it"

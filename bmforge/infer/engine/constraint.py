@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.infer.engine.one_of import replace_one_of
 from bmforge.infer.engine.text_stream import token_data
 from bmforge.tokenizers import CPM2Tokenizer, FastTokenizer
 
@@ -31,10 +32,13 @@ class Constraint:
         kind: language of `source`: a JSON schema, a regular expression (Rust syntax; also used for
             choices), or a Lark grammar.
         source: schema, pattern or grammar as a string.
+        free_after: texts and token ids, such as the start of a tool call; an answer that begins
+            with one of them is not constrained (default: none).
     """
 
     kind: Literal["json", "regex", "lark"]
     source: str
+    free_after: tuple[str | int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if the source is empty."""
@@ -43,6 +47,13 @@ class Constraint:
                 f"Constraint: source={self.source!r} is empty, but kind={self.kind!r} needs a "
                 "schema, pattern or grammar."
             )
+
+    @property
+    def supported_source(self) -> str:
+        """Source for llguidance, which supports anyOf, but not oneOf."""
+        if self.kind != "json" or "oneOf" not in self.source:
+            return self.source
+        return json.dumps(replace_one_of(json.loads(self.source)))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
@@ -214,6 +225,8 @@ def _import() -> Any:
 def _write_grammar(guide: Any, constraint: Constraint) -> str:
     """Convert a constraint to llguidance's grammar format."""
     matcher = guide.LLMatcher
+    if constraint.free_after:
+        return _or_free(_write_grammar(guide, replace(constraint, free_after=())), constraint)
     if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(constraint.source))
     if constraint.kind == "lark":
@@ -221,8 +234,17 @@ def _write_grammar(guide: Any, constraint: Constraint) -> str:
     # Allow only the usual whitespace: if any is allowed, some models generate it without end.
     form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     try:
-        return str(matcher.grammar_from_json_schema(constraint.source, overrides=form))
+        return str(matcher.grammar_from_json_schema(constraint.supported_source, overrides=form))
     except ValueError as error:
         raise ConfigError(
             f"the JSON schema is not supported ({error}). Simplify the schema."
         ) from error
+
+
+def _or_free(grammar: str, constraint: Constraint) -> str:
+    """Extend a grammar: after up to two newlines and a text of `free_after`, any tokens follow."""
+    is_lark = constraint.kind == "lark"
+    answer = {"lark_grammar": grammar} if is_lark else json.loads(grammar)["grammars"][0]
+    starts = (f"<[{s}]>" if isinstance(s, int) else json.dumps(s) for s in constraint.free_after)
+    main = f"start: @answer | /\\n{{0,2}}/ begin <[*]>*\nbegin: {' | '.join(starts)}"
+    return json.dumps({"grammars": [{"lark_grammar": main}, {**answer, "name": "answer"}]})

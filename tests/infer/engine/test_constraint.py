@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Constraint, Engine, EngineConfig, GenerationConfig, Request
+from bmforge.infer.engine.constraint import ConstraintCompiler, Matcher
+from bmforge.infer.engine.one_of import replace_one_of
 from bmforge.models import T5, Llama, LlamaConfig, T5Config
 from bmforge.tokenizers import CPM2Tokenizer, CPMAntTokenizer, FastTokenizer
 
@@ -110,6 +114,38 @@ def test_nothing_ends_a_text_but_the_rule(name: str) -> None:
     with opened(TOKENIZERS[name]) as engine:
         choices = ["abc", "你好", "世界"]
         assert set(ask(engine, Constraint.choices(choices), eos_token_id=())) <= set(choices)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [(Constraint.json_schema({"const": "a"}), '"a"'), (Constraint.regex("a+"), "aa"),
+     (Constraint.lark('start: begin\nbegin: "a"'), "a")],
+    ids=lambda value: value.kind if isinstance(value, Constraint) else "",
+)  # fmt: skip
+def test_what_follows_the_start_of_a_call_is_free(constraint: Constraint, text: str) -> None:
+    end = BYTES.special_ids["eos"]
+    free = replace(constraint, free_after=("<call>", end - 1))
+    for row, is_allowed in (
+        (BYTES.encode(text), True), (BYTES.encode("<call>"), True), ([end - 1], True),
+        (BYTES.encode("\n\n<call>{x} 天"), True), ([end - 1, *BYTES.encode("x"), end - 1], True),
+        (BYTES.encode("<cal>"), False), (BYTES.encode("x<call>"), False),
+        (BYTES.encode("\n\n\n<call>"), False),
+    ):  # fmt: skip
+        matcher = ConstraintCompiler(BYTES, len(BYTES), [end]).open(free)
+        assert follows(matcher, row) == is_allowed, row
+        matcher = ConstraintCompiler(BYTES, len(BYTES), [end]).open(constraint)
+        assert follows(matcher, row) == (row == BYTES.encode(text))
+
+
+def follows(matcher: Matcher, ids: list[int]) -> bool:
+    """Return True if a matcher allows the tokens one after another, and then an end."""
+    for id in ids:
+        mask = matcher.allowed()
+        if mask is None or not mask[id]:
+            return False
+        matcher.take(id)
+    mask = matcher.allowed()
+    return mask is None or bool(mask[BYTES.special_ids["eos"]])
 
 
 def make_pieces() -> FastTokenizer:
@@ -214,6 +250,72 @@ def test_stop_strings_and_text() -> None:
     assert answer.text == "".join(pieces) == free.text[: free.text.index(stop)]
     assert answer.finish_reason == "stop"
     assert answer.ids == free.ids[: len(answer.ids)]
+
+
+CAT = {"type": "object", "required": ["kind"], "properties": {"kind": {"const": "cat"}}}
+DOG = {"type": "object", "required": ["kind"],
+       "properties": {"kind": {"enum": ["dog", "wolf"]}, "legs": {"type": "integer"}}}  # fmt: skip
+LOOSE = {"properties": {"kind": {"const": "dog"}}}  # matches what has no kind, and no objects
+
+
+@pytest.mark.parametrize(
+    ("cases", "is_replaced"),
+    [
+        ([CAT, DOG], True),
+        ([{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}], True),
+        ([{"const": 1}, {"enum": [2, "1"]}], True),
+        ([{"type": "string"}, {"type": ["integer", "null"]}], True),
+        ([CAT, {**DOG, "required": []}], False),
+        ([CAT, LOOSE], False),
+        ([CAT, CAT], False),
+        ([{"const": 1}, {"enum": [2, 1.0]}], False),
+        ([{"type": "number"}, {"type": "integer"}], False),
+        ([{"const": [1]}, {"const": [2]}], False),
+        ([{"maximum": 3}, {"minimum": 5}], False),
+        ([{"$ref": "#/$defs/cat/missing"}, DOG], False),
+        ([True, {"const": 1}], False),
+    ],
+)
+def test_one_of_is_any_of_if_its_cases_exclude_each_other(
+    cases: list[Any], is_replaced: bool
+) -> None:
+    schema = {"$defs": {"cat": CAT, "dog": DOG}, "oneOf": cases}
+    new = replace_one_of(schema)
+    assert ("anyOf" in new) == is_replaced
+    instances = [1, 2, 3, 9, 1.5, "1", None, [1], [2], {}, {"kind": "cat"}, {"kind": "dog"},
+                 {"kind": "wolf", "legs": 4}, {"kind": "fish"}]  # fmt: skip
+    if is_replaced:
+        old, check = (jsonschema.Draft202012Validator(one) for one in (schema, new))
+        for instance in instances:
+            assert old.is_valid(instance) == check.is_valid(instance), instance
+
+
+def test_one_of_is_kept_in_data_and_in_huge_schemas() -> None:
+    data = {"const": {"oneOf": [{"const": 1}, {"const": 2}]}}
+    assert replace_one_of(data) == data
+    many = {"oneOf": [{"const": number} for number in range(65)]}
+    assert replace_one_of(many) == many
+    deep: dict[str, Any] = {"oneOf": [{"const": 1}, {"const": 2}]}
+    for _ in range(400):
+        deep = {"items": deep}
+    assert replace_one_of(deep) == deep
+
+
+def test_a_discriminated_union_of_pydantic() -> None:
+    class Cat(BaseModel, extra="forbid"):
+        kind: Literal["cat"]
+        large: bool
+
+    class Dog(BaseModel, extra="forbid"):
+        kind: Literal["dog"]
+
+    class Pet(BaseModel):
+        pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+    schema = {**Pet.model_json_schema(), "additionalProperties": False}
+    with opened(BYTES) as engine:
+        for text in ask(engine, Constraint.json_schema(schema)):
+            Pet.model_validate_json(text)
 
 
 @pytest.mark.long
