@@ -80,8 +80,8 @@ class NearDuplicates:
 class NearPlaces(NamedTuple):
     """Positions in the corpus of the near duplicates to drop.
 
-    `similarity` is NaN if the texts were not compared. `survivors` are cluster ids: equal within a
-    cluster, and different between clusters.
+    `similarity` is NaN if the texts were not compared. `survivors` are the candidate numbers of the
+    documents that are kept instead, so they are equal within a cluster.
 
     Shape: all arrays (D,), sorted by position.
     """

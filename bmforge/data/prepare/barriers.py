@@ -86,7 +86,7 @@ def choose_split(
 ) -> dict[str, Any]:
     """Write the mask ``held_out`` of the documents that `split_documents` assigns to validation.
 
-    The sizes of the documents are those without the spans in `repeats`.
+    The sizes of the documents exclude the repeated spans that will be cut (`repeats`).
 
     Returns:
         dict with ``files`` (file names and hashes), ``cut`` and ``cut_bytes`` (see `Split`), and

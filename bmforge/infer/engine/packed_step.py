@@ -195,7 +195,7 @@ class PackedStep:
     ) -> list[Tensor] | None:
         """Run one forward pass over all rows.
 
-        Returns None if `native_only` is set, but the C++ decoding step does not support a block.
+        With ``native_only=True``, return None if the C++ decoding step does not support a block.
         """
         if self._can_record is None:
             self._can_record = can_record(self.model, self.cache.device)

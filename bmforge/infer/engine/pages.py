@@ -52,7 +52,7 @@ class Pages:
     def take(self) -> int | None:
         """Allocate a page, evicting the oldest cached prefix if needed; None if all are used.
 
-        The new page has one reference and no key.
+        The new page has one reference, and is not registered in the prefix cache.
         """
         if self._free:
             page = heapq.heappop(self._free)
@@ -70,7 +70,7 @@ class Pages:
         self._references[page] += 1
 
     def give_back(self, page: int) -> None:
-        """Drop a reference; an unused page stays cached if it has a key, otherwise it is freed."""
+        """Drop a reference; an unused page stays cached if it is registered, else it is freed."""
         assert self._references[page] > 0, f"page {page} was freed, but no request uses it"
         self._references[page] -= 1
         if self._references[page]:
@@ -85,13 +85,13 @@ class Pages:
         return self._references[page] > 1
 
     def register(self, page: int, key: bytes) -> None:
-        """Register a full page under a key, unless the page or the key is already registered."""
+        """Register a full page in the prefix cache under the hash `key`, unless one of them is."""
         if key not in self._by_key and page not in self._keys:
             self._by_key[key] = page
             self._keys[page] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the page with this key, which the caller must `share`; None if there is none."""
+        """Return the page registered under `key`, which the caller must `share`, or None."""
         return self._by_key.get(key)
 
     def forget(self) -> None:

@@ -144,7 +144,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _move_(module: nn.Module, device: torch.device, but: Collection[int] = ()) -> None:
-    """Move resident tensors to a device in place, except tensors whose `id` is in `but`."""
+    """Move resident tensors to a device in place, except those whose ``id()`` is in `but`."""
     for tensor in _tensors_of(module):
         if id(tensor) not in but and not is_streamed(tensor):
             tensor.data = tensor.data.to(device)

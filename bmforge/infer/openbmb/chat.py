@@ -27,7 +27,7 @@ __all__ = ["Chat", "ChatConfig", "join_history"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Generation options for EVA; the defaults are those of the original code.
+    """Generation options for EVA; the defaults are those of EVA's original code.
 
     Args:
         window: maximum history length in tokens.

@@ -173,7 +173,7 @@ def _check(
 
 
 def _complete(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """Return the generation config with the defaults of the original code."""
+    """Return the generation config with the defaults of OpenBMB's CPM-Bee code."""
     if config is None:
         beams = 1 if options.get("do_sample") else _NUM_BEAMS
         config = GenerationConfig(max_new_tokens=_MAX_NEW_TOKENS, num_beams=beams)
