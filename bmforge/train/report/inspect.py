@@ -281,10 +281,14 @@ def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
 
 
 def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[Tensor | None]:
-    """Keep replicated tensors only on the first process; `parts` are values and gradients.
+    """Replace the statistics of replicated tensors with None, except on the first process.
 
-    An output has no placement information. Replicas are sums of the same terms in the same order,
-    so they are bit-identical; shards are not.
+    Outputs do not tell whether they are replicated or sharded, so the statistics are compared:
+    those of replicas are bit-identical, those of shards are not.
+
+    Args:
+        parts: statistics of the value and of the gradient of each output, alternating.
+        mesh: mesh of the model.
     """
     parts = list(parts)
     for axis in (*CONTEXT_AXES, *TENSOR_AXES):
