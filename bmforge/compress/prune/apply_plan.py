@@ -211,7 +211,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
 
 def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
     """Return a dict from new tensor names to the tensors of the smaller model."""
-    picks = _pick_beside(model, settled, plan)
+    picks = _kept_bias_columns(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
     old_blocks, old = blocks_of(model), persistent_tensors(model)
@@ -232,7 +232,7 @@ def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tenso
             has_norm = getattr(was.attn, "q_norm", None) is not None
             factor = fold_block(was.spec, now.spec, key, has_norm)
         else:
-            factor = _fold_beside(model, settled.model, name)
+            factor = _compensating_factor(model, settled.model, name)
             owner = settled.model.get_submodule(name.rpartition(".")[0])
             offset = getattr(owner, "offset", 0.0)  # a norm multiplies by weight + offset
         values[name] = value if factor == 1.0 else (value + offset) * factor - offset
@@ -248,7 +248,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
+def _kept_bias_columns(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
     """Return a dict from the name of each shared position bias to the columns to keep."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
@@ -287,7 +287,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     }
 
 
-def _fold_beside(old: Any, new: Any, name: str) -> float:
+def _compensating_factor(old: Any, new: Any, name: str) -> float:
     """Return the factor on an embedding or the final norm that compensates for changed scales.
 
     In some families the scales of embeddings and logits depend on the hidden size.

@@ -304,7 +304,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
             assert block.spec.attn is not None
             parts |= _kept_dims(model, block.spec.attn, numbers)
     for name, parts in layers.items():
-        _leave_closed_heads_(blocks[name], parts)
+        _drop_pruned_heads_(blocks[name], parts)
     layer_parts = {
         name: Kept(**_alone(options, blocks[name].spec.cross_attn is not None))
         for name, options in layers.items()
@@ -327,7 +327,7 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
     return {"query_dims": tuple(queries), "value_dims": tuple(values)}
 
 
-def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
+def _drop_pruned_heads_(block: Block, options: dict[str, Any]) -> None:
     """Remove the dims of pruned key-value heads from `options`, in place."""
     spec, heads = block.spec.attn, options.get("heads")
     if spec is None or heads is None or "query_dims" not in options:

@@ -70,7 +70,7 @@ def _at_most(count: Any, limit: int) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all blocks.
+    """Costs of all blocks, as a function of the open units, which are those that are not pruned.
 
     Args:
         blocks: dict from block name to the costs of the block's "attn" and "mlp".
@@ -114,14 +114,14 @@ class Costs:
             open_now: dict from kind to the number of open units; for "hidden" the fraction of open
                 features. Missing kinds are fully open.
         """
-        total = _left(self.blocks[name], open_now)
+        total = _cost_of_kept(self.blocks[name], open_now)
         if "hidden" in open_now:
-            bare = _left(self.bare[name], open_now)
+            bare = _cost_of_kept(self.bare[name], open_now)
             total = bare + open_now["hidden"] * (total - bare)
         return open_now.get("block", 1.0) * total
 
 
-def _left(halves: Mapping[str, SublayerCost], open_now: Mapping[str, Any]) -> Any:
+def _cost_of_kept(halves: Mapping[str, SublayerCost], open_now: Mapping[str, Any]) -> Any:
     """Return the cost of a block's attention and MLP if only the units in `open_now` are kept."""
     total: Any = 0.0
     for kind, units in (("attn", "heads"), ("mlp", "features")):
