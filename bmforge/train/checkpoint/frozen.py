@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 Known = dict[str, dict[str, Any]]
-"""Parts of a manifest: `tensors` and `files`, of what is frozen."""
+"""Entries `tensors` and `files` of a manifest, only for frozen tensors."""
 
 
 def known_frozen(directory: Path, verified: set[str]) -> Known:

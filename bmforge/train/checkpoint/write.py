@@ -141,7 +141,7 @@ def publish(
     opened = peers.broadcast(_attempt(_open_temporary, final, verified) if first else None)
     _raise_failure(final, opened)
     if opened.value is None:
-        _keep_the_same(final, snapshot, peers)
+        _check_same_content(final, snapshot, peers)
         return
     folder, recorded = opened.value
     temporary = directory / folder
@@ -212,7 +212,7 @@ def _open_temporary(final: Path, verified: set[str]) -> tuple[str, Known] | None
     return temporary.name, recorded
 
 
-def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
+def _check_same_content(final: Path, snapshot: Snapshot, peers: Peers) -> None:
     """Raise an error on all processes unless the existing checkpoint has the same content."""
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]

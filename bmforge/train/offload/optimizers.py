@@ -148,7 +148,9 @@ class _OffloadingOptimizer:
             self.away[id(offloaded.parameter)] = offloaded
         self.is_waiting = False
         for parameter, values in self.waiting.items():
-            self.write_state(parameter, {k: _put_back(parameter, v) for k, v in values.items()})
+            self.write_state(
+                parameter, {k: _like_parameter(parameter, v) for k, v in values.items()}
+            )
         self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -156,7 +158,7 @@ class _OffloadingOptimizer:
         offloaded = self.away.get(id(parameter))
         if parameter in self.waiting:
             values = self.waiting[parameter]
-            return {name: _put_back(parameter, value) for name, value in values.items()}
+            return {name: _like_parameter(parameter, value) for name, value in values.items()}
         if offloaded is None:
             return self.state.get(parameter, {})
         offloaded.wait()
@@ -167,7 +169,9 @@ class _OffloadingOptimizer:
     def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
         """Set a parameter's state from a checkpoint."""
         if self.is_waiting:
-            self.waiting[parameter] = {name: _take_off(value) for name, value in values.items()}
+            self.waiting[parameter] = {
+                name: _to_host_shard(value) for name, value in values.items()
+            }
             return
         offloaded = self.away.get(id(parameter))
         if offloaded is None:
@@ -193,13 +197,13 @@ class _OffloadingOptimizer:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
-def _take_off(value: Any) -> Any:
+def _to_host_shard(value: Any) -> Any:
     """Return this process's shard of a state tensor on the host."""
     is_count = not isinstance(value, Tensor) or value.dim() == 0
     return value if is_count else local_tensor(value).cpu()
 
 
-def _put_back(parameter: Tensor, value: Any) -> Any:
+def _like_parameter(parameter: Tensor, value: Any) -> Any:
     """Return a state tensor with the layout and device of its parameter."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value

@@ -229,11 +229,11 @@ class StateOffload:
                     offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the ids of parameters that are stored on the device only in bfloat16.
+        """Return the ids of parameters whose copy on the device is bfloat16 instead of fp32.
 
-        These are the parameters of FSDP units that compute in bfloat16 and are offloaded
-        completely, if gradients are offloaded too: otherwise gradients would also be accumulated in
-        bfloat16.
+        These are the parameters of FSDP units that compute in bfloat16, if all of the unit is
+        offloaded. Their gradients must be offloaded too, because on the device they would be
+        accumulated in bfloat16.
         """
         if not self._leaves:
             return set()
@@ -242,7 +242,7 @@ class StateOffload:
         return {key for unit in ids if unit <= chosen for key in unit}
 
     def _let_gradients_leave(self) -> None:
-        late = self._summed_late()
+        late = self._find_shared_by_stages()
         largest = max(
             local_tensor(offloaded.parameter).numel() for offloaded in self._away.values()
         )
@@ -274,7 +274,7 @@ class StateOffload:
             sizes.append(storage_bytes(local.numel(), "fp32", width))  # gradient
         return sum(SpillFile.rounded(size) for size in sizes)
 
-    def _summed_late(self) -> set[int]:
+    def _find_shared_by_stages(self) -> set[int]:
         """Return the ids of parameters that several pipeline stages share.
 
         Their gradients are complete only when the stages have summed them after the backward pass.

@@ -241,7 +241,7 @@ def _measure(tensor: Tensor) -> Tensor:
         tensor: any -> (5,) of float64
     """
     local = local_tensor(tensor.detach())
-    total = _nothing(local.device)
+    total = _empty_statistics(local.device)
     if local.numel() > 0:
         for chunk in local.reshape(-1).split(_CHUNK):
             wide = chunk.double()
@@ -252,7 +252,7 @@ def _measure(tensor: Tensor) -> Tensor:
     return total
 
 
-def _nothing(device: torch.device | str) -> Tensor:
+def _empty_statistics(device: torch.device | str) -> Tensor:
     """Return the statistics of an empty tensor."""
     ends = (-float("inf"), float("inf"))
     return torch.tensor((0.0, 0.0, 0.0, *ends), dtype=torch.float64, device=device)
@@ -276,7 +276,7 @@ def _add(measures: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
     """Stack statistics to one (N, 5) tensor on the device of the collectives."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
-    nothing = _nothing(device)
+    nothing = _empty_statistics(device)
     return torch.stack([nothing if part is None else part.to(device) for part in parts])
 
 
