@@ -180,7 +180,7 @@ def _find_stacks(
 
 @dataclass(frozen=True)
 class _BlockVisitor:
-    """Gathers the input statistics of a block and calls `visit`, for some matrices at a time."""
+    """Gathers input statistics of a block and calls `visit`, one group of matrices at a time."""
 
     visit: Callable[[BlockRun], None]
     gather: Callable[[Matrix], Statistic]

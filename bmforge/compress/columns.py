@@ -16,33 +16,34 @@ from torch import Tensor
 from bmforge.compress.statistics import Hessian
 from bmforge.device import wide_dtype
 
-__all__ = ["Settler", "settle_columns"]
+__all__ = ["ColumnUpdate", "update_columns"]
 
 
-class Settler(Protocol):
+class ColumnUpdate(Protocol):
     """Protocol of an object that computes the new value of a column.
 
     GPTQ's implementation rounds the column, SparseGPT's prunes it.
     """
 
-    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
+    def update(self, number: int, block: Tensor, offset: int, diagonal: Tensor) -> Tensor:
         """Return the new value of a column.
 
         Args:
             number: index of the column in the matrix.
             block: current block of columns, including the compensation so far.
             offset: index of the column within the block; earlier columns are final.
-            roots: diagonal of the Cholesky factor of the inverse Hessian for the block's columns.
+            diagonal: entries, for the block's columns, of the diagonal of the Cholesky factor of
+                the inverse Hessian.
 
         Shape:
-            block: (rows, columns of the block); roots: (columns of the block,); returns (rows,)
+            block: (rows, columns of the block); diagonal: (columns of the block,); returns (rows,)
         """
 
 
-def settle_columns(
+def update_columns(
     matrix: Tensor,
     hessian: Hessian,
-    settler: Settler,
+    column_update: ColumnUpdate,
     *,
     damp: float,
     block_columns: int,
@@ -54,7 +55,7 @@ def settle_columns(
     Args:
         matrix: weights, (rows, columns).
         hessian: Hessian of the matrix's inputs.
-        settler: object that computes the new value of each column.
+        column_update: object that computes the new value of each column.
         damp: fraction of the Hessian's mean diagonal that is added to the diagonal.
         block_columns: number of columns per block; the remaining columns are updated after each
             block.
@@ -73,11 +74,11 @@ def settle_columns(
         last = min(first + block_columns, columns)
         block, errors = values[:, first:last], values.new_empty(values.shape[0], last - first)
         inside = factor[first:last, first:last]
-        roots = inside.diagonal()
+        diagonal = inside.diagonal()
         for offset in range(last - first):
-            settled = settler.settle(first + offset, block, offset, roots).to(wide)
-            error = (block[:, offset] - settled) / roots[offset]
-            block[:, offset] = settled
+            new_column = column_update.update(first + offset, block, offset, diagonal).to(wide)
+            error = (block[:, offset] - new_column) / diagonal[offset]
+            block[:, offset] = new_column
             block[:, offset + 1 :].addr_(error, inside[offset, offset + 1 :], alpha=-1)
             errors[:, offset] = error
         values[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)

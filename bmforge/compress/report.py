@@ -163,7 +163,7 @@ def measure_zeros(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
     Returns:
         dict with the number of zeros, the number of weights, the fraction of zeros, and the
-        fraction of groups of four inputs with at least two zeros
+        fraction of groups of four weights (along the input dim) with at least two zeros
     """
     zeros = weights = groups = sparse_groups = 0
     for name in names:

@@ -101,8 +101,9 @@ class BatchReader:
 
         Args:
             state: result of `Trainer.state_dict`.
-            overridden: fields and tables of the run that the user has changed intentionally; if the
-                change affects the sample order, the loader starts from the beginning.
+            overridden: config fields (such as ``train.optim.lr``) and tables (such as ``data``)
+                that the user has changed intentionally; if they determine the sample order, the
+                loader starts from the beginning.
         """
         self.epoch = state.get("epoch", 0)
         if not restarts_order(overridden):

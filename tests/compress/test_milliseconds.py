@@ -10,13 +10,13 @@ from masked_models import stir
 from tiny_models import make_inputs
 
 from bmforge.compress.prune import timing
-from bmforge.compress.prune.costs import Half
+from bmforge.compress.prune.costs import SublayerCost
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import ConfigError
 
-STEPPED = Half(1.0, 2.5, 4, points=((0, 1.0), (2, 3.0), (4, 11.0)))
+STEPPED = SublayerCost(1.0, 2.5, 4, points=((0, 1.0), (2, 3.0), (4, 11.0)))
 
 
 @pytest.mark.parametrize(("count", "cost"), [(0, 1.0), (1, 2.0), (2, 3.0), (3, 7.0), (4, 11.0)])

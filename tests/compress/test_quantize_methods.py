@@ -14,7 +14,7 @@ from small_models import gpt2, hf_bert, hf_gpt2, llama, logits, mixtral, texts
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import calibrate_blocks
-from bmforge.compress.columns import settle_columns
+from bmforge.compress.columns import update_columns
 from bmforge.compress.matrices import find_matrices, watch_inputs
 from bmforge.compress.prune import prune
 from bmforge.compress.quantize import QuantizeConfig, quantize
@@ -106,10 +106,10 @@ def test_the_cost_of_columns_is_lagranges() -> None:
     weight, x = problem(3, 8)
 
     class First:
-        def settle(self, number: int, block: Tensor, place: int, roots: Tensor) -> Tensor:
+        def update(self, number: int, block: Tensor, place: int, diagonal: Tensor) -> Tensor:
             return torch.zeros(3, dtype=block.dtype) if number == 0 else block[:, place]
 
-    got = settle_columns(weight, gather(x), First(), damp=1e-9, block_columns=4, name="it")
+    got = update_columns(weight, gather(x), First(), damp=1e-9, block_columns=4, name="it")
     want = torch.linalg.lstsq(x[:, 1:], x @ weight.t()).solution.t()
     assert_close(got, torch.cat((torch.zeros(3, 1, dtype=x.dtype), want), 1), rtol=1e-5, atol=1e-6)
 

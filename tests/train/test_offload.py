@@ -263,7 +263,7 @@ def skip_the_first(prefix: str) -> None:
     def note(trainer: Trainer, row: Any) -> None:
         away = trainer.state_offload._away.values()
         assert away
-        kept.append(sum(one.early is not None for one in away))
+        kept.append(sum(one.early_gradient is not None for one in away))
 
     objective = poison(0, 0, float("nan"))
     offload = OffloadConfig("auto", gradients="leave")

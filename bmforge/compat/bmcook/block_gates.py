@@ -21,7 +21,7 @@ from bmforge.compat.bmtrain.parameter import origin_of, set_values_, whole
 from bmforge.compat.bmtrain.runtime import is_initialized
 from bmforge.compress.prune.binarize import Chosen
 from bmforge.compress.prune.block_hooks import scale_input_
-from bmforge.compress.prune.costs import Costs, Half
+from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import detach_gates_
 from bmforge.compress.prune.plan import Kept, PruningPlan
 from bmforge.compress.prune.structure import StructureMethod
@@ -148,17 +148,17 @@ def _has(module: nn.Module, name: str) -> bool:
     return name in dict(module.named_modules())
 
 
-def _count_costs(block: nn.Module) -> dict[str, Half]:
-    """Return the parameters of each sublayer of a block: those of its norm, and per unit."""
+def _count_costs(block: nn.Module) -> dict[str, SublayerCost]:
+    """Return the parameter counts of a block's sublayers, each with a norm (one vector)."""
     halves = {}
     if _has(block, _LAYERS["heads"]):
         layer: Any = block.get_submodule("self_att.self_attention")
         (width, columns), heads = layer.attention_out.weight.shape, int(layer.num_heads)
-        halves["attn"] = Half(width, 4 * width * columns / heads, heads)
+        halves["attn"] = SublayerCost(width, 4 * width * columns / heads, heads)
     if _has(block, _LAYERS["features"]):
         ffn: Any = block.get_submodule("ffn.ffn")
         width, columns = ffn.w_out.weight.shape
-        halves["mlp"] = Half(width, (3 if _has(ffn, "w_in.w_1") else 2) * width, columns)
+        halves["mlp"] = SublayerCost(width, (3 if _has(ffn, "w_in.w_1") else 2) * width, columns)
     return halves
 
 

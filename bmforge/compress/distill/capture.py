@@ -144,7 +144,7 @@ class Recorder:
             self.clear()
 
     def watch_state_(self, model: nn.Module, name: str) -> None:
-        """Record a module's output, or its input if the name begins with `INTO`."""
+        """Record a module's output, or its input if the name begins with "into:"."""
         module = model.get_submodule(name.removeprefix(INTO))
         if name.startswith(INTO):
             hook = partial(_note_entering, self, name)
@@ -153,7 +153,7 @@ class Recorder:
             hook = partial(_note_state, self, name)
             self._undo.append(module.register_forward_hook(hook).remove)
 
-    def watch_turned_(self, model: nn.Module, name: str, width: int, teacher_width: int) -> None:
+    def watch_projected_(self, model: nn.Module, name: str, width: int, teacher_width: int) -> None:
         """Record the output of a module, projected to the teacher's width.
 
         Raises:
@@ -261,7 +261,10 @@ def take_prediction(
     num_items: float | Tensor | None,
     vocab: VocabCut | None,
 ) -> Tensor:
-    """Record the inputs of the teacher's head if recording is active; return a loss of 0."""
+    """Record the inputs of the teacher's head, and return 0 instead of its loss.
+
+    Without an active recording, the head's usual loss is returned.
+    """
     if recorder.is_recording:
         recorder.prediction = Prediction(head_input.detach(), labels, num_items, vocab)
         return head_input.hidden.new_zeros(())

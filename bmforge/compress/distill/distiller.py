@@ -112,7 +112,9 @@ class Distiller:
                 if loss.kind == "hidden":
                     width, teacher_width = (_width(model) for model in (self.student, self.teacher))
                     if width and teacher_width and width != teacher_width:
-                        self._mine.watch_turned_(self.student, student_name, width, teacher_width)
+                        self._mine.watch_projected_(
+                            self.student, student_name, width, teacher_width
+                        )
                     else:
                         self._mine.watch_state_(self.student, student_name)
                     self._theirs.watch_state_(self.teacher, teacher_name)

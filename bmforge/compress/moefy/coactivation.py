@@ -18,7 +18,7 @@ _LARGEST_WEIGHT = 10_000
 
 
 def count_together(activities: Iterable[Tensor], share: float) -> Tensor:
-    """Return, for each pair of features, the number of tokens on which both are most active.
+    """Count, for each pair of features, the tokens on which both are among the most active.
 
     Args:
         activities: activity of each feature on each token, in chunks.

@@ -46,8 +46,8 @@ def prune(
 
     Args:
         model: bmforge, transformers or any other model, not parallelized yet.
-        config: pruning settings; if None, the smaller half of the weights of each matrix in the
-            blocks is pruned.
+        config: pruning settings; if None, half of the weights of each matrix in the blocks are
+            pruned, those of smallest magnitude.
         batches: calibration batches for "wanda" and "sparsegpt": keyword arguments of the
             model's forward, or only token ids.
 

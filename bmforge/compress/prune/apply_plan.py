@@ -1,7 +1,7 @@
 """Applies a pruning plan: removes heads, features, sublayers, blocks and hidden features.
 
 The result is a model of the same family. Its config stores the new sizes in the family's own fields
-if they suffice, and otherwise in "resize" entries of its list of model changes (`models.changes`).
+if they suffice, and otherwise in "resize" entries of `config.changes` (see `models.changes`).
 The model can therefore be saved, loaded, parallelized, streamed and served like any other model.
 
 Source: the prunable sizes are BMCook's (`dim_ff`, `num_heads`, `dim_head`, `dim_model`, attention
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
-from bmforge.compress.prune.sizing import Settled, own_fields, settle_config
+from bmforge.compress.prune.sizing import Settled, settle_config, unsupported_fields
 from bmforge.compress.prune.slice_tensors import Picks, fold_block, pick_block, take
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
@@ -92,11 +92,10 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
 ) -> tuple[PruningPlan, Settled, str]:
-    """Validate a pruning plan.
+    """Validate a pruning plan, and build the smaller model on the meta device.
 
-    Return the final plan, the smaller model on the meta device, and why only bmforge can load it.
-
-    The reason is "" if other libraries can load the result.
+    Returns the final plan, the smaller model, and the reason why transformers cannot load it ("" if
+    it can).
 
     Args:
         model: bmforge model of any family, not parallelized yet.
@@ -110,7 +109,7 @@ def check_plan(
     _check_plain(model, plan)
     plan = _order_shared_heads(model, plan)
     settled = settle_config(model, plan)
-    reason = "; ".join(own_fields(settled.config))
+    reason = "; ".join(unsupported_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
             "uniform=True is not possible, because transformers' config has no fields for "
@@ -183,7 +182,7 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
 
 
 def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
-    """Return a layer's kept indices with the heads, and their dims, in the order of `heads`."""
+    """Return a layer's kept indices, with heads and per-head lists in the order of `heads`."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
     changes: dict[str, Any] = {"heads": heads}
@@ -212,7 +211,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
 
 def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
     """Return a dict from new tensor names to the tensors of the smaller model."""
-    picks = _pick_beside(model, settled, plan)
+    picks = _kept_bias_columns(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
     stay = None if plan.hidden is None else torch.tensor(plan.hidden)
     old_blocks, old = blocks_of(model), persistent_tensors(model)
@@ -233,7 +232,7 @@ def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tenso
             has_norm = getattr(was.attn, "q_norm", None) is not None
             factor = fold_block(was.spec, now.spec, key, has_norm)
         else:
-            factor = _fold_beside(model, settled.model, name)
+            factor = _compensating_factor(model, settled.model, name)
             owner = settled.model.get_submodule(name.rpartition(".")[0])
             offset = getattr(owner, "offset", 0.0)  # a norm multiplies by weight + offset
         values[name] = value if factor == 1.0 else (value + offset) * factor - offset
@@ -249,7 +248,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _pick_beside(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
+def _kept_bias_columns(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
     """Return a dict from the name of each shared position bias to the columns to keep."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
@@ -288,7 +287,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
     }
 
 
-def _fold_beside(old: Any, new: Any, name: str) -> float:
+def _compensating_factor(old: Any, new: Any, name: str) -> float:
     """Return the factor on an embedding or the final norm that compensates for changed scales.
 
     In some families the scales of embeddings and logits depend on the hidden size.

@@ -123,7 +123,7 @@ def binarize(
     for _, key, numbers in steps:
         if sum(cost.values()) <= limit:
             break
-        _close_(left, key, numbers, config, costs)
+        _prune_(left, key, numbers, config, costs)
         for name in (key[0],) if key[0] else costs.blocks:
             cost[name] = _cost(costs, name, left)
     reached = sum(cost.values())
@@ -142,9 +142,9 @@ def _likely_open(value: Tensor, step: int) -> int:
 
 
 def _groups(model: Any, key: tuple[str, str]) -> int:
-    """Return the number of groups in which the same number of units must be kept.
+    """Return the number of equal groups of units that must keep the same number of units each.
 
-    For the dims of heads, it is the number of key-value heads; for other units, it is 1.
+    Head dims have one group per key-value head; all other units of a layer are one group.
     """
     if key[1] != "dims":
         return 1
@@ -194,14 +194,18 @@ def _dim_steps(
     ]
 
 
-def _close_(
+def _prune_(
     left: dict[tuple[str, str], set[int]],
     key: tuple[str, str],
     numbers: list[int],
     config: StructureConfig,
     costs: Costs,
 ) -> None:
-    """Prune units, except the last ones of an attention or MLP sublayer that must be kept."""
+    """Remove units from the kept units `left[key]`, unless too few would remain.
+
+    At least one set of heads, features or head dims remains in every layer, and at least one
+    attention sublayer in every stack.
+    """
     kind = key[1]
     if kind == "dims":
         if len(left[key]) <= len(numbers):
@@ -215,10 +219,7 @@ def _close_(
 
 
 def _fewest(kind: str, config: StructureConfig) -> int:
-    """Return the number of units of a kind that are pruned at a time.
-
-    At least this number of units is kept.
-    """
+    """Return how many units of a kind are pruned together, which is also the minimum to keep."""
     steps = {"heads": config.tensor_parallel}
     return steps.get(kind, config.multiple_of if kind in ("features", "hidden") else 1)
 
@@ -303,7 +304,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
             assert block.spec.attn is not None
             parts |= _kept_dims(model, block.spec.attn, numbers)
     for name, parts in layers.items():
-        _leave_closed_heads_(blocks[name], parts)
+        _drop_pruned_heads_(blocks[name], parts)
     layer_parts = {
         name: Kept(**_alone(options, blocks[name].spec.cross_attn is not None))
         for name, options in layers.items()
@@ -326,7 +327,7 @@ def _kept_dims(model: Any, spec: AttentionSpec, numbers: Sequence[int]) -> dict[
     return {"query_dims": tuple(queries), "value_dims": tuple(values)}
 
 
-def _leave_closed_heads_(block: Block, options: dict[str, Any]) -> None:
+def _drop_pruned_heads_(block: Block, options: dict[str, Any]) -> None:
     """Remove the dims of pruned key-value heads from `options`, in place."""
     spec, heads = block.spec.attn, options.get("heads")
     if spec is None or heads is None or "query_dims" not in options:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks
-from bmforge.compress.columns import settle_columns
+from bmforge.compress.columns import update_columns
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.masks import keep_2_of_4, keep_largest
 from bmforge.compress.prune.select import mask_matrix
@@ -80,20 +80,20 @@ class _Prune:
     config: PruneConfig
     mask: Tensor | None = None
 
-    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """Return a column with its pruned weights set to 0; see `columns.Settler`.
+    def update(self, number: int, block: Tensor, offset: int, diagonal: Tensor) -> Tensor:
+        """Return a column with its pruned weights set to 0; see `columns.ColumnUpdate`.
 
-        The weights with the smallest (weight / root)^2 are pruned, where root is the entry of
-        `roots` for the weight's column.
+        The weights w with the smallest saliency (w / d)^2 are pruned, where d is the entry of
+        `diagonal` for the column of w.
         """
         if self.config.pattern == "2:4":
             if offset % 4 == 0:
                 four = slice(offset, offset + 4)
-                self.mask = keep_2_of_4((block[:, four] / roots[four]).square())
+                self.mask = keep_2_of_4((block[:, four] / diagonal[four]).square())
             assert self.mask is not None
             return block[:, offset].masked_fill(~self.mask[:, offset % 4], 0)
         if offset == 0:
-            scores = (block / roots).square()
+            scores = (block / diagonal).square()
             self.mask = keep_largest(scores, round(self.config.sparsity * scores.numel()))
         assert self.mask is not None
         return block[:, offset].masked_fill(~self.mask[:, offset], 0)
@@ -106,7 +106,7 @@ def prune_sparsegpt(matrix: Tensor, hessian: Hessian, config: PruneConfig, name:
         matrix: (rows, columns); returns the same
     """
     with torch.no_grad():
-        return settle_columns(
+        return update_columns(
             matrix,
             hessian,
             _Prune(config),

@@ -15,23 +15,25 @@ from bmforge.compress.prune.hidden_gates import hidden_tensors
 from bmforge.compress.prune.plan import blocks_of, heads_per_group, query_order
 from bmforge.nn import AttentionSpec, Block, MoESpec
 
-__all__ = ["Costs", "Half", "count_costs"]
+__all__ = ["Costs", "SublayerCost", "count_costs"]
 
 
 @dataclass(frozen=True)
-class Half:
+class SublayerCost:
     """Cost of a sublayer (attention or MLP) of a block.
 
     Args:
-        fixed: cost at 0 units, which is that of the norm and the output bias.
-        each: cost of one unit: a head, all query heads of a key-value head, or a feature.
+        fixed: cost with 0 units, such as that of the norm and the output bias.
+        each: cost of one unit: a key-value head with its query heads, or an MLP feature.
         units: number of units.
-        always: fixed cost of cross-attention, which remains if this sublayer is removed.
-        always_each: cost per unit of cross-attention, which remains if this sublayer is removed, as
-            self- and cross-attention share units.
-        dims: number of head-dim units over all heads; the cost is proportional to the open units.
+        always: fixed cost of the block's cross-attention, which is still counted if the
+            self-attention is removed; 0 without cross-attention.
+        always_each: cost of the block's cross-attention per unit, which is still counted if the
+            self-attention is removed; pruning a head removes it from both attentions.
         points: measured (units, cost) pairs, starting at 0 units; if given, the cost is
             interpolated linearly, and `fixed` and `each` are not used.
+        dims: number of prunable dims of all key-value heads (with rotary embeddings, of pairs of
+            dims); the cost is proportional to the fraction of them that is kept.
     """
 
     fixed: float
@@ -68,7 +70,7 @@ def _at_most(count: Any, limit: int) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of all blocks.
+    """Costs of all blocks, as a function of the open units, which are those that are not pruned.
 
     Args:
         blocks: dict from block name to the costs of the block's "attn" and "mlp".
@@ -77,8 +79,8 @@ class Costs:
         width: hidden size.
     """
 
-    blocks: Mapping[str, Mapping[str, Half]]
-    bare: Mapping[str, Mapping[str, Half]] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, SublayerCost]]
+    bare: Mapping[str, Mapping[str, SublayerCost]] = field(default_factory=dict)
     width: int = 0
 
     @property
@@ -112,15 +114,15 @@ class Costs:
             open_now: dict from kind to the number of open units; for "hidden" the fraction of open
                 features. Missing kinds are fully open.
         """
-        total = _left(self.blocks[name], open_now)
+        total = _cost_of_kept(self.blocks[name], open_now)
         if "hidden" in open_now:
-            bare = _left(self.bare[name], open_now)
+            bare = _cost_of_kept(self.bare[name], open_now)
             total = bare + open_now["hidden"] * (total - bare)
         return open_now.get("block", 1.0) * total
 
 
-def _left(halves: Mapping[str, Half], open_now: Mapping[str, Any]) -> Any:
-    """Return the cost of a block's attention and MLP with only the open units."""
+def _cost_of_kept(halves: Mapping[str, SublayerCost], open_now: Mapping[str, Any]) -> Any:
+    """Return the cost of a block's attention and MLP if only the units in `open_now` are kept."""
     total: Any = 0.0
     for kind, units in (("attn", "heads"), ("mlp", "features")):
         half = halves.get(kind)
@@ -152,7 +154,7 @@ def count_costs(
     count = partial(_flops_of, seq_len=seq_len) if target == "flops" else _parameters_of
     blocks = blocks_of(model)
     costs = {name: count(block, block.spec.hidden_size, ()) for name, block in blocks.items()}
-    bare: dict[str, dict[str, Half]] = {}
+    bare: dict[str, dict[str, SublayerCost]] = {}
     if hidden:
         wide = hidden_tensors(model)
         for name, block in blocks.items():
@@ -167,7 +169,7 @@ def count_costs(
     return Costs(costs, bare, model.config.hidden_size)
 
 
-def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, Half]:
+def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str, SublayerCost]:
     """Return a dict from "attn" and "mlp" to the parameter counts of a block's sublayers.
 
     Args:
@@ -191,17 +193,19 @@ def _parameters_of(block: Block, width: int, wide: Collection[str]) -> dict[str,
             more = each * _head_parameters(spec.cross_attn, width)
             always = own["cross_attn"] + count_of("cross_attn_norm") - more * units
         fixed = own["attn"] + norm + count_of("attn_out_norm") - weights * units
-        halves["attn"] = Half(fixed, weights, units, always, more)
+        halves["attn"] = SublayerCost(fixed, weights, units, always, more)
     if spec.mlp is not None:
         count = spec.mlp.intermediate_size
         weights = _feature_parameters(block, width)
         norm = 0 if spec.norm_place == "parallel" else count_of("mlp_norm")
         fixed = own["mlp"] + norm + count_of("mlp_out_norm") - weights * count
-        halves["mlp"] = Half(fixed, weights, count)
+        halves["mlp"] = SublayerCost(fixed, weights, count)
     return halves
 
 
-def _flops_of(block: Block, width: int, wide: Collection[str], *, seq_len: int) -> dict[str, Half]:
+def _flops_of(
+    block: Block, width: int, wide: Collection[str], *, seq_len: int
+) -> dict[str, SublayerCost]:
     spec, halves = block.spec, {}
     if spec.attn is not None:
         units, each = _head_units(spec.attn)
@@ -209,13 +213,13 @@ def _flops_of(block: Block, width: int, wide: Collection[str], *, seq_len: int) 
         keys = 2 * head * width * spec.attn.num_kv_heads / units
         per_unit = 6 * (2 * each * head * width + keys) + 12 * each * head * seq_len
         more = per_unit if spec.cross_attn is not None else 0.0
-        halves["attn"] = Half(0.0, per_unit, units, 0.0, more)
+        halves["attn"] = SublayerCost(0.0, per_unit, units, 0.0, more)
     if spec.mlp is not None:
         share = 1.0
         if isinstance(spec.mlp, MoESpec):
             share = spec.mlp.experts_per_token
         matrices = (3 if spec.mlp.gated else 2) * share
-        halves["mlp"] = Half(0.0, 6 * matrices * width, spec.mlp.intermediate_size)
+        halves["mlp"] = SublayerCost(0.0, 6 * matrices * width, spec.mlp.intermediate_size)
     return halves
 
 
@@ -231,7 +235,7 @@ def _head_units(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _head_parameters(spec: AttentionSpec, width: int) -> float:
-    """Return the parameters per query head, including its share of the KV head's parameters."""
+    """Return the parameter count of a query head, including its share of the KV head's."""
     bias = int(spec.qkv_bias)
     shared = 2 * (width + bias) / heads_per_group(spec)
     return spec.head_dim * (2 * width + bias + shared)

@@ -176,8 +176,8 @@ def _whole(delta: Tensor) -> Tensor:
     return _Average.apply(full, mesh.size())
 
 
-def masks_of(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
-    """Set gates to 1 for the chosen units and to 0 for all other units, and freeze them."""
+def fix_gates_(chosen: Mapping[tuple[str, str], Sequence[int]], gates: Gates) -> None:
+    """Fix the gates to 1 for the chosen units and to 0 for all other units; stop training them."""
     for key, gate in gates.items():
         mask = torch.zeros(gate.units)
         mask[list(chosen[key])] = 1.0

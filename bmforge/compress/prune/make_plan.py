@@ -35,7 +35,8 @@ def choose_plan(
         scores: importance scores of `measure_importance`.
         sizes: dict from a glob of block names to requested sizes; later entries take precedence.
         gone: dict from stack name to the number of blocks to remove, least important first.
-        halves: number of blocks per stack that keep their "attn" or "mlp".
+        halves: dict from "attn" or "mlp" to the number of blocks per stack that keep it, the most
+            important ones.
         hidden_size: new hidden size; 0 keeps the current one.
 
     Raises:
@@ -53,7 +54,7 @@ def choose_plan(
         for name in _least(scores, blocks, stack, count)
     ]
     for half, count in (halves or {}).items():
-        for name in _without_half(scores, blocks, half, count, lost):
+        for name in _find_removed_sublayers(scores, blocks, half, count, lost):
             requested.setdefault(name, {})[half] = False
     shared = shared_scores(model, blocks, scores)
     layers = {
@@ -112,10 +113,10 @@ def _least(scores: Scores, blocks: Mapping[str, Block], stack: str, count: int) 
     return sorted(names, key=lambda name: float(scores[name, "block"]))[:count]
 
 
-def _without_half(
+def _find_removed_sublayers(
     scores: Scores, blocks: Mapping[str, Block], half: str, count: int, lost: list[str]
 ) -> list[str]:
-    """Return the blocks that lose their "attn" or "mlp": all but the `count` best of each stack."""
+    """Return the blocks whose "attn" or "mlp" is removed: all but the `count` best per stack."""
     removed = []
     for stack in dict.fromkeys(name.rpartition(".")[0] for name in blocks):
         candidates = [

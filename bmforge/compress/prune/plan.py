@@ -27,7 +27,8 @@ class Kept:
         heads: query heads of the self-attention, the same number for each kept key-value head.
         cross_heads: query heads of the cross-attention, as many as `heads`.
         query_dims: dims of q and k, one list per kept key-value head, all of equal length;
-            rotary dims must be the first pairs, because a smaller head has only their frequencies.
+            of the rotary pairs, the first ones are kept, because a smaller head has only their
+            rotary frequencies.
         value_dims: dims of v and of the input of o, one list per kept key-value head, of the
             same lengths as `query_dims`.
         features: MLP features; for experts one list per kept expert.

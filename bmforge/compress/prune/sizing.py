@@ -1,4 +1,8 @@
-"""Builds the config of a pruned model, from the family's fields or with "resize" changes."""
+"""Builds the config of a pruned model.
+
+The family's own config fields are used for sizes that they can express. All other sizes become
+"resize" entries in `config.changes` (see `models.changes`), each with the new sizes of some layers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from bmforge.models.changes import Change
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.nn import Block, MoESpec
 
-__all__ = ["Settled", "own_fields", "settle_config"]
+__all__ = ["Settled", "unsupported_fields", "settle_config"]
 
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 _FEED = ("intermediate_size", "num_experts", "experts_per_token")
@@ -26,7 +30,7 @@ class Settled:
     """Config of a pruned model, and the model on the meta device.
 
     Args:
-        config: config of the smaller model, including changes.
+        config: config of the smaller model, including "resize" entries.
         model: smaller model, on the meta device.
         sources: dict from the new name of a block to its original name.
     """
@@ -82,8 +86,8 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
     return best
 
 
-def own_fields(config: Any) -> list[str]:
-    """Return the config fields and changes that only bmforge can load."""
+def unsupported_fields(config: Any) -> list[str]:
+    """Describe the config fields and "resize" entries that transformers cannot load."""
     out = config.to_hf()
     named = set(config.hf_names.values())
     extra = [name for name in ("head_dim", "intermediate_size") if name in out]
@@ -207,7 +211,7 @@ def _common_fields(
 
 
 def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Change]:
-    """Return the "resize" changes that set the config's layers to the wanted sizes."""
+    """Return the "resize" entries that give the config's layers the wanted sizes."""
     own = config.own_sizes()
     layers = {f"{stack}.{n}": size for stack, sizes in own.items() for n, size in enumerate(sizes)}
     groups: dict[tuple[tuple[str, Any], ...], list[str]] = {}
@@ -220,7 +224,7 @@ def _changes_to(config: Any, wanted_sizes: Mapping[str, LayerSizes]) -> list[Cha
 
 
 def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
-    """Return the options of a "resize" change between two layer sizes; {} if they are equal."""
+    """Return the options of a "resize" entry between two layer sizes; {} if they are equal."""
     options: dict[str, Any] = {}
     if have.attn and not want.attn:
         options["attn"] = False

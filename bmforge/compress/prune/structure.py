@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
 from bmforge.compress.prune.binarize import Chosen, binarize, open_units, plan_of_units
-from bmforge.compress.prune.costs import Costs, Half
+from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import (
     Gates,
     attach_gates_,
     densities,
     detach_gates_,
     find_gates,
-    masks_of,
+    fix_gates_,
 )
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import Shrunk, shrink_
@@ -175,7 +175,7 @@ class StructureMethod(MethodBase):
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
         chosen = binarize(model, self.config, self.costs, likely)
         self.plan = self._plan(model, chosen)
-        masks_of(chosen, self.gates)
+        fix_gates_(chosen, self.gates)
 
     def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
         """Return the plan that keeps the chosen units."""
@@ -239,7 +239,7 @@ class StructureMethod(MethodBase):
         if times := state.get("times"):
             self.costs = Costs(
                 {
-                    name: {kind: _to_half(values) for kind, values in halves.items()}
+                    name: {kind: _to_sublayer_cost(values) for kind, values in halves.items()}
                     for name, halves in times.items()
                 }
             )
@@ -250,7 +250,7 @@ class StructureMethod(MethodBase):
                 for key, numbers in state["open"].items()
                 for name, _, kind in [key.rpartition("/")]
             }
-            masks_of(chosen, self.gates)
+            fix_gates_(chosen, self.gates)
         elif self.gates:
             self._draw_(self._step)
 
@@ -281,7 +281,7 @@ class StructureMethod(MethodBase):
         }
 
 
-def _to_half(values: Mapping[str, Any]) -> Half:
-    """Rebuild a `Half` from the result of `asdict`."""
+def _to_sublayer_cost(values: Mapping[str, Any]) -> SublayerCost:
+    """Create a `SublayerCost` from the result of its `asdict`."""
     points = tuple((int(count), float(cost)) for count, cost in values["points"])
-    return Half(**{**values, "points": points})
+    return SublayerCost(**{**values, "points": points})

@@ -37,8 +37,8 @@ class StructureConfig:
         num_layers: number of blocks to keep per stack.
         attn_layers: number of blocks per stack that keep self-attention (the most important ones).
         mlp_layers: number of blocks per stack that keep the MLP (the most important ones).
-        layers: dict from a glob of block names to sizes, with the options of a "resize" change
-            (`num_heads`, `intermediate_size`, `attn = false`, ...); they override the sizes above.
+        layers: dict from a glob of block names to a dict of sizes (`num_heads`,
+            `intermediate_size`, `attn = false`, ...), which override the sizes above.
         target: "sizes" uses the sizes above; "parameters", "flops" or "milliseconds" (measured
             on this machine) removes heads and MLP features, least important first, until
             `keep_ratio` of the blocks' cost remains.

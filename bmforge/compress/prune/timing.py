@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bmforge.compress.prune.costs import Costs, Half
+from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.plan import blocks_of, heads_per_group
 from bmforge.device import is_host
 from bmforge.errors import ConfigError
@@ -33,7 +33,7 @@ def measure_costs(model: Any, seq_len: int) -> Costs:
     Raises:
         ConfigError: the model has cross-attention or sparse attention, which cannot be timed.
     """
-    times: dict[str, dict[str, Half]] = {}
+    times: dict[str, dict[str, SublayerCost]] = {}
     halves = {}
     for name, block in blocks_of(model).items():
         kind = repr(block.spec)
@@ -47,7 +47,7 @@ def measure_costs(model: Any, seq_len: int) -> Costs:
     return Costs(halves)
 
 
-def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
+def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, SublayerCost]:
     spec, halves = block.spec, {}
     if spec.cross_attn is not None or (spec.attn is not None and spec.attn.global_tokens):
         raise ConfigError(
@@ -63,14 +63,14 @@ def _time_halves(name: str, block: Block, seq_len: int) -> dict[str, Half]:
             )
             for count in _sizes(units)
         }
-        halves["attn"] = _as_half(specs, units, block, seq_len)
+        halves["attn"] = _measure_sublayer(specs, units, block, seq_len)
     if spec.mlp is not None:
         units = spec.mlp.intermediate_size
         specs = {
             count: replace(alone, mlp=replace(spec.mlp, intermediate_size=count))
             for count in _sizes(units)
         }
-        halves["mlp"] = _as_half(specs, units, block, seq_len)
+        halves["mlp"] = _measure_sublayer(specs, units, block, seq_len)
     return halves
 
 
@@ -78,7 +78,9 @@ def _sizes(units: int) -> list[int]:
     return sorted({1, *(max(1, round(share * units)) for share in _SHARES)})
 
 
-def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int) -> Half:
+def _measure_sublayer(
+    specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int
+) -> SublayerCost:
     """Return the cost of a sublayer in milliseconds, measured at several sizes."""
     like = next(block.parameters())
     x = torch.zeros(1, seq_len, block.spec.hidden_size, dtype=like.dtype, device=like.device)
@@ -88,7 +90,7 @@ def _as_half(specs: dict[int, BlockSpec], units: int, block: Block, seq_len: int
         highest = max(highest, taken)  # make times monotonic in the number of units
         points.append((count, highest))
     first = points[0][1]
-    return Half(first, (highest - first) / units, units, points=((0, first), *points))
+    return SublayerCost(first, (highest - first) / units, units, points=((0, first), *points))
 
 
 def _build(spec: BlockSpec, like: Tensor) -> Block:

@@ -92,14 +92,14 @@ class Zeros(MethodBase):
         check_pattern(matrices, self.config)
         self._model = weakref.ref(model)
         self._places = {f"{m.owner}.{m.key}": (m.owner, m.key) for m in matrices}
-        self._see_zeros_(model, {id(m.parameter) for m in matrices})
+        self._attach_keep_zeros_(model, {id(m.parameter) for m in matrices})
         is_real = not any(m.parameter.is_meta for m in matrices)
         is_now = not (self.config.steps or self.config.begin_step or self.config.is_calibrated)
         if is_now and is_real:
             self._make_zeros_(model, self.config.sparsity)
         self._is_late = is_now and not is_real
 
-    def _see_zeros_(self, model: nn.Module, parameter_ids: set[int]) -> None:
+    def _attach_keep_zeros_(self, model: nn.Module, parameter_ids: set[int]) -> None:
         """Make every module with one of these parameters, also a tied one, use `keep_zeros`."""
         for module in model.modules():
             keys = [key for key, p in module._parameters.items() if id(p) in parameter_ids]
@@ -110,7 +110,7 @@ class Zeros(MethodBase):
         """Reset zeros that momentum has changed, and prune further according to the schedule."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
-        for name, parameter in self._found(model):
+        for name, parameter in self._pruned_parameters(model):
             mask = self._kept.get(name)
             if mask is None or not (is_scheduled or source_of(parameter).keeper is None):
                 continue  # weights that were 0 before the first step have no momentum
@@ -120,7 +120,7 @@ class Zeros(MethodBase):
                 # The model was parallelized in the meantime, so the mask has the wrong shape.
                 del self._kept[name]
         if self._movement is not None:
-            self._movement.note(dict(self._found(model)))
+            self._movement.note(dict(self._pruned_parameters(model)))
         if self._is_late:  # the weights were loaded after `attach_`
             self._is_late = False
             self._make_zeros_(model, config.sparsity)
@@ -132,7 +132,7 @@ class Zeros(MethodBase):
         if share > self.share and (due or is_last):
             self._make_zeros_(model, share)
 
-    def _found(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def _pruned_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the name and parameter of each pruned matrix on this process."""
         for name, (owner, key) in self._places.items():
             module = _module_or_none(model, owner)
@@ -142,7 +142,7 @@ class Zeros(MethodBase):
     @torch.no_grad()
     def _make_zeros_(self, model: nn.Module, share: float) -> None:
         scored = {}
-        for name, parameter in self._found(model):
+        for name, parameter in self._pruned_parameters(model):
             values = _values_of(parameter)
             scores = values.abs()
             if self._movement is not None:
@@ -155,12 +155,12 @@ class Zeros(MethodBase):
             _put_zeros_(scored[name].parameter, mask)
             self._kept[name] = mask
         if self._movement is not None:
-            self._movement.begin(dict(self._found(model)))
+            self._movement.begin(dict(self._pruned_parameters(model)))
         self.share = share
 
     def keep_(self, model: nn.Module) -> None:
         """Store the model's current zeros as the mask to apply after every step."""
-        self._kept = {name: _values_of(p) != 0 for name, p in self._found(model)}
+        self._kept = {name: _values_of(p) != 0 for name, p in self._pruned_parameters(model)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current sparsity according to the schedule."""
@@ -181,7 +181,7 @@ class Zeros(MethodBase):
     def finish_(self, model: nn.Module) -> dict[str, Any]:
         """Remove the hooks and keep the zeros; return the sparsity in total and per matrix."""
         counts = {}
-        for name, parameter in self._found(model):
+        for name, parameter in self._pruned_parameters(model):
             values = _values_of(parameter)
             counts[name] = int((values == 0).sum()), values.numel()
         for module in model.modules():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun, by_block, calibrate_blocks
-from bmforge.compress.columns import settle_columns
+from bmforge.compress.columns import update_columns
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.replace_layers import remember_, store_block_
@@ -198,8 +198,8 @@ class _Round:
         self.scales: list[Tensor] = []
         self.minima: list[Tensor] = []
 
-    def settle(self, number: int, block: Tensor, offset: int, roots: Tensor) -> Tensor:
-        """Round one column and return it; see `columns.Settler`."""
+    def update(self, number: int, block: Tensor, offset: int, diagonal: Tensor) -> Tensor:
+        """Round one column and return it; see `columns.ColumnUpdate`."""
         if number % self.group == 0:
             is_per_column = self.group == self.matrix.shape[1]
             self._find_scale(
@@ -249,15 +249,15 @@ def round_gptq(
         block_columns: number of columns per block, rounded up to whole groups; the remaining
             columns are updated after each block.
         name: name of the matrix for messages.
-        in_place: overwrite the matrix; see `settle_columns`.
+        in_place: overwrite the matrix; see `update_columns`.
 
     Raises:
         ConfigError: the Hessian is not positive definite.
     """
-    settler = _Round(matrix, spec)
-    group = settler.group
+    column_update = _Round(matrix, spec)
+    group = column_update.group
     step = -(-block_columns // group) * group if group < matrix.shape[1] else block_columns
-    settle_columns(
-        matrix, hessian, settler, damp=damp, block_columns=step, name=name, in_place=in_place
+    update_columns(
+        matrix, hessian, column_update, damp=damp, block_columns=step, name=name, in_place=in_place
     )
-    return settler.integers()
+    return column_update.integers()

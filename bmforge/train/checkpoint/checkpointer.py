@@ -153,7 +153,7 @@ def load_checkpoint(
             )
         if single:
             return _load_one(candidates[0], model, optimizer, peers, strict)[1]
-        return _load_newest_sound(candidates, model, optimizer, peers, strict)[1]
+        return _load_newest_valid(candidates, model, optimizer, peers, strict)[1]
     finally:
         peers.close()
 
@@ -165,7 +165,7 @@ def _candidates(path: Path) -> tuple[bool, list[Path]]:
     return False, find_checkpoints(path) or find_checkpoints(path / "checkpoints")
 
 
-def _load_newest_sound(
+def _load_newest_valid(
     candidates: list[Path], model: nn.Module, optimizers: Optimizers, peers: Peers, strict: bool
 ) -> tuple[int, dict[str, Any]]:
     """Load the first valid checkpoint; damaged ones are skipped, and a mismatch raises an error."""
@@ -222,7 +222,7 @@ class Checkpointer:
         base: weights to omit, as in `save_checkpoint`.
         check: function called before a save; if it raises an error (on all processes), the save
             is aborted.
-        fault: function called with each name in `FAULT_POINTS`, for kill tests.
+        fault: test hook, called with each name in `FAULT_POINTS` to kill a process there.
 
     Memory:
         Until writing has ended, one host copy of this process's shards.
@@ -252,7 +252,7 @@ class Checkpointer:
         self._told: dict[str, Any] | None = None
         self._check = check
         self._fault = fault
-        self._sound: set[str] = set()
+        self._verified: set[str] = set()
         self._thread: threading.Thread | None = None
         run_on_first(lambda: clean_leftovers(self.directory))
         self._peers = Peers()
@@ -319,7 +319,7 @@ class Checkpointer:
 
     def _publish(self, snapshot: Snapshot) -> None:
         """Write a checkpoint; if the disk is full, delete the oldest checkpoint and retry."""
-        arguments = self.directory, snapshot, self._peers, self._fault, self._sound
+        arguments = self.directory, snapshot, self._peers, self._fault, self._verified
         try:
             publish(*arguments)
         except NoRoomError:
@@ -351,7 +351,7 @@ class Checkpointer:
         paths = peers.broadcast(run_on_first(lambda: find_checkpoints(self.directory)))
         if not paths:
             return None
-        return _load_newest_sound(paths, model, optimizers, peers, strict=True)
+        return _load_newest_valid(paths, model, optimizers, peers, strict=True)
 
     def wait(self) -> None:
         """Wait for the running save; afterwards `last_error` is its result."""

@@ -150,8 +150,8 @@ def write_shard(
     Args:
         path: path of the file, which must not exist yet.
         tensors: dict from name to tensor; each tensor is read only when it is written.
-        fault: function called with the phases "shard-open", "shard-half", "shard-written",
-            "shard-synced".
+        fault: test hook, called with "shard-open", "shard-half", "shard-written" and
+            "shard-synced" when these phases end.
 
     Returns:
         ``{"bytes": size, "sha256": hex digest}``.

@@ -46,15 +46,16 @@ __all__ = [
 ]
 
 Known = dict[str, dict[str, Any]]
-"""Parts of a manifest: `tensors` and `files`, of what is frozen."""
+"""Entries `tensors` and `files` of a manifest, only for frozen tensors."""
 
 
-def known_frozen(directory: Path, sound: set[str]) -> Known:
+def known_frozen(directory: Path, verified: set[str]) -> Known:
     """Return the manifest of the newest checkpoint's frozen tensors.
 
     Args:
         directory: parent of the step directories.
-        sound: names of files known to be valid; other files are verified and then added.
+        verified: names of files that were verified earlier; other files are verified now, and
+            valid ones are added.
     """
     if not (directory / FROZEN_NAME).is_dir():
         return {"tensors": {}, "files": {}}
@@ -67,7 +68,7 @@ def known_frozen(directory: Path, sound: set[str]) -> Known:
         files = _shared(manifest)
         if not files:
             continue
-        files = {name: r for name, r in files.items() if _is_sound(path, name, r, sound)}
+        files = {name: r for name, r in files.items() if _is_valid(path, name, r, verified)}
         tensors = {
             name: record
             for name, record in manifest["tensors"].items()
@@ -77,16 +78,16 @@ def known_frozen(directory: Path, sound: set[str]) -> Known:
     return {"tensors": {}, "files": {}}
 
 
-def _is_sound(path: Path, name: str, record: dict[str, Any], sound: set[str]) -> bool:
+def _is_valid(path: Path, name: str, record: dict[str, Any], verified: set[str]) -> bool:
     where = file_path(path, name, record)
-    if name in sound and where.exists() and where.stat().st_size == record["bytes"]:
+    if name in verified and where.exists() and where.stat().st_size == record["bytes"]:
         return True
-    sound.discard(name)
+    verified.discard(name)
     problem = damage_of(path, name, record)
     if problem is not None:
         get_logger().warning("%s; its contents are written again", problem)
         return False
-    sound.add(name)
+    verified.add(name)
     return True
 
 

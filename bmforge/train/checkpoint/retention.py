@@ -42,10 +42,17 @@ class Retention:
 
 
 def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = no_fault) -> None:
-    """Remove the checkpoints that retention does not keep, and unreferenced frozen files.
+    """Remove the checkpoints that the rules do not keep, and unused files of frozen tensors.
 
-    The checkpoint of `step` is kept. Later checkpoints are kept too: the run has not reached these
-    steps again yet.
+    A file of frozen tensors (`frozen.py`) is unused if no remaining checkpoint refers to it.
+    The checkpoint of `step` is kept, and so are later ones: the run has not reached these steps
+    again yet.
+
+    Args:
+        directory: parent of the step directories.
+        step: step of the newest checkpoint.
+        retention: rules for keeping checkpoints.
+        fault: test hook, called with the names of two phases, to kill a process there.
     """
     past = [path for path in find_checkpoints(directory) if (step_of(path) or 0) <= step]
     for path in past[retention.keep_last :]:
@@ -60,9 +67,9 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
 
 
 def make_room(directory: Path, step: int, retention: Retention) -> bool:
-    """Remove the checkpoints that retention would remove after `step` is written.
+    """Free disk space before the checkpoint of `step` is written; return True if any was freed.
 
-    At least one valid checkpoint is kept. Return True if any checkpoint was removed.
+    Removes the checkpoints that `remove_old` would remove afterwards, except one valid checkpoint.
     """
     paths = find_checkpoints(directory)
     past = [path for path in paths if (step_of(path) or 0) <= step]

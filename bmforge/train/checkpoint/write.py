@@ -116,7 +116,7 @@ def publish(
     snapshot: Snapshot,
     peers: Peers,
     fault: Fault = no_fault,
-    sound: set[str] | None = None,
+    verified: set[str] | None = None,
 ) -> None:
     """Write one checkpoint, unless an identical one exists. Collective.
 
@@ -124,9 +124,9 @@ def publish(
         directory: parent of the step directories; created if missing.
         snapshot: this process's part of the state.
         peers: all processes that save; they call this function together.
-        fault: function called with the name of each phase.
-        sound: names of frozen files known to be valid, which are not verified again; updated in
-            place.
+        fault: test hook, called with the name of each phase, to kill a process there.
+        verified: names of the shared files of frozen tensors that were verified earlier and are
+            not verified again; new files are added in place.
 
     Raises:
         NoRoomError: the disk has no space (checked before writing if the file system reports it).
@@ -137,15 +137,15 @@ def publish(
         Two small broadcasts and two gathers of the tensor index.
     """
     first = peers.rank == 0
-    final, sound = directory / step_name(snapshot.step), set() if sound is None else sound
-    opened = peers.broadcast(_attempt(_open_temporary, final, sound) if first else None)
+    final, verified = directory / step_name(snapshot.step), set() if verified is None else verified
+    opened = peers.broadcast(_attempt(_open_temporary, final, verified) if first else None)
     _raise_failure(final, opened)
     if opened.value is None:
-        _keep_the_same(final, snapshot, peers)
+        _check_same_content(final, snapshot, peers)
         return
     folder, recorded = opened.value
     temporary = directory / folder
-    outcomes = peers.gather(_attempt(_weigh_share, final, snapshot, recorded))
+    outcomes = peers.gather(_attempt(_measure_write, final, snapshot, recorded))
     if all(outcome.error is None for outcome in outcomes):
         shares = [outcome.value for outcome in outcomes]
         outcomes = [_attempt(_check_room, shares)]
@@ -156,28 +156,28 @@ def publish(
     verdict = _Outcome()
     if first:
         verdict = _attempt(_finish, temporary, final, outcomes, snapshot, recorded, fault)
-        sound.update(verdict.value or ())
+        verified.update(verdict.value or ())
         shutil.rmtree(temporary, ignore_errors=True)
     _raise_failure(final, peers.broadcast(verdict))
 
 
 @dataclass(frozen=True)
-class _ShareWeight:
-    """Changed tensors and number of bytes that a process will write, and its free disk space."""
+class _WriteSize:
+    """Tensors and bytes that a process will write, and its free disk space."""
 
     changed: frozenset[str]
     needed_bytes: int
     free_bytes: int
 
 
-def _weigh_share(final: Path, snapshot: Snapshot, recorded: Known) -> _ShareWeight:
+def _measure_write(final: Path, snapshot: Snapshot, recorded: Known) -> _WriteSize:
     changed = find_changed(final, snapshot, recorded)
     unchanged = snapshot.frozen - changed
     needed = sum(s.size_bytes for name, s in snapshot.tensors.items() if name not in unchanged)
-    return _ShareWeight(changed, needed, shutil.disk_usage(final.parent).free)
+    return _WriteSize(changed, needed, shutil.disk_usage(final.parent).free)
 
 
-def _check_room(shares: list[_ShareWeight]) -> None:
+def _check_room(shares: list[_WriteSize]) -> None:
     """Raise an error on all processes if their data together do not fit on the disk."""
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
@@ -194,7 +194,7 @@ def _raise_failure(final: Path, outcome: _Outcome) -> None:
         raise kind(f"checkpoint {final} could not be saved: {outcome.error}.")
 
 
-def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
+def _open_temporary(final: Path, verified: set[str]) -> tuple[str, Known] | None:
     """Create a temporary directory; return None if `final` is already a valid checkpoint.
 
     Returns:
@@ -206,13 +206,13 @@ def _open_temporary(final: Path, sound: set[str]) -> tuple[str, Known] | None:
             return None
         except DamagedCheckpointError as error:
             get_logger().warning("%s The directory is renamed and saved again.", error)
-    recorded = known_frozen(final.parent, sound)
+    recorded = known_frozen(final.parent, verified)
     temporary = final.parent / f"{TEMPORARY_PREFIX}{final.name}-{os.urandom(4).hex()}"
     temporary.mkdir(parents=True)
     return temporary.name, recorded
 
 
-def _keep_the_same(final: Path, snapshot: Snapshot, peers: Peers) -> None:
+def _check_same_content(final: Path, snapshot: Snapshot, peers: Peers) -> None:
     """Raise an error on all processes unless the existing checkpoint has the same content."""
     compared = peers.gather(_attempt(_find_difference, final, snapshot))
     differences = [o.error or o.value for o in compared if o.error or o.value]

@@ -23,7 +23,7 @@ from bmforge.shards import is_streamed, laid_out_like, local_tensor
 from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain
 from bmforge.train.optim.muon import Muon, update_
 
-__all__ = ["Away", "OffloadedAdamW", "OffloadedMuon"]
+__all__ = ["OffloadedParameter", "OffloadedAdamW", "OffloadedMuon"]
 
 # Number of elements that are updated at a time, which limits the size of buffers for disk reads and
 # upcasts.
@@ -32,32 +32,33 @@ Group = dict[str, Any]
 
 
 @dataclass
-class Away:
+class OffloadedParameter:
     """A parameter whose optimizer state is offloaded.
 
     Args:
         parameter: parameter of the model.
         order: index of the parameter in the model.
         engine: copy engine, whose thread also runs the updates.
-        homes: dict from the name of an optimizer state to its storage.
+        storages: dict from the name of an optimizer state to its storage.
         master: fp32 master weights if the parameter has a narrower dtype.
         steps: number of updates so far.
-        left: offloaded gradient, if gradients are offloaded during backward.
-        tickets: handles of the last step's pending copies to the device.
+        gradient: offloaded gradient, if gradients are offloaded during backward.
+        pending_copies: handles of the last step's copies to the device.
         changed: callback at the beginning of a step, if any.
-        early: gradient of the step during which the parameter was offloaded.
+        early_gradient: gradient of the current step, if it was computed before the parameter was
+            offloaded as bf16, which would discard it.
     """
 
     parameter: nn.Parameter
     order: int
     engine: CopyEngine
-    homes: dict[str, StateStorage]
+    storages: dict[str, StateStorage]
     master: StateStorage | None = None
     steps: int = 0
-    left: OffloadedGradient | None = None
-    tickets: list[Ticket] = field(default_factory=list)
+    gradient: OffloadedGradient | None = None
+    pending_copies: list[Ticket] = field(default_factory=list)
     changed: Callable[[], None] | None = None
-    early: Tensor | None = None
+    early_gradient: Tensor | None = None
 
     def wait(self) -> None:
         """Wait until the weights contain the last update; may be called from any thread.
@@ -65,14 +66,14 @@ class Away:
         The host waits, not a device stream, since weights may be gathered on a separate stream.
         """
         number = 0
-        while number < len(self.tickets):  # a finished update may have appended its copies
-            self.tickets[number].wait_on_host()
+        while number < len(self.pending_copies):  # a finished update may have appended its copies
+            self.pending_copies[number].wait_on_host()
             number += 1
 
     def begin_step(self) -> None:
         """Wait for the previous update and increment the number of updates."""
         self.wait()
-        self.tickets.clear()
+        self.pending_copies.clear()
         self.steps += 1
         if self.changed is not None:
             self.changed()
@@ -82,7 +83,7 @@ class Away:
         left = offloaded_gradient(self.parameter)
         if left is not None:
             return left.take()
-        gradient, self.early = self.early, None
+        gradient, self.early_gradient = self.early_gradient, None
         if gradient is None:
             if self.parameter.grad is None:
                 return None
@@ -93,7 +94,7 @@ class Away:
             self.engine.copy_(staging, gradient, "gradient").wait_on_host()
             gradient = staging
         flat = gradient.reshape(-1)
-        dtype = next(iter(self.homes.values())).dtype
+        dtype = next(iter(self.storages.values())).dtype
         return Gradient(lambda start, stop: flat[start:stop], dtype)
 
     def weights(self, start: int, stop: int) -> Tensor:
@@ -134,20 +135,22 @@ class Away:
 class _OffloadingOptimizer:
     """Base class of `OffloadedAdamW` and `OffloadedMuon`: saves and restores offloaded state."""
 
-    away: dict[int, Away]
+    away: dict[int, OffloadedParameter]
     state: Any
     # State from a checkpoint is kept on the host until it is decided which parameters are
     # offloaded.
     is_waiting: bool
     waiting: dict[Tensor, dict[str, Any]]
 
-    def send_away(self, parameters: Iterable[Away]) -> None:
+    def send_away(self, parameters: Iterable[OffloadedParameter]) -> None:
         """Register offloaded parameters, and offload the states loaded from a checkpoint."""
         for offloaded in parameters:
             self.away[id(offloaded.parameter)] = offloaded
         self.is_waiting = False
         for parameter, values in self.waiting.items():
-            self.write_state(parameter, {k: _put_back(parameter, v) for k, v in values.items()})
+            self.write_state(
+                parameter, {k: _like_parameter(parameter, v) for k, v in values.items()}
+            )
         self.waiting.clear()
 
     def read_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -155,18 +158,20 @@ class _OffloadingOptimizer:
         offloaded = self.away.get(id(parameter))
         if parameter in self.waiting:
             values = self.waiting[parameter]
-            return {name: _put_back(parameter, value) for name, value in values.items()}
+            return {name: _like_parameter(parameter, value) for name, value in values.items()}
         if offloaded is None:
             return self.state.get(parameter, {})
         offloaded.wait()
         if not offloaded.steps:
             return {}
-        return {**self._counted(offloaded), **offloaded.homes}
+        return {**self._counted(offloaded), **offloaded.storages}
 
     def write_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
         """Set a parameter's state from a checkpoint."""
         if self.is_waiting:
-            self.waiting[parameter] = {name: _take_off(value) for name, value in values.items()}
+            self.waiting[parameter] = {
+                name: _to_host_shard(value) for name, value in values.items()
+            }
             return
         offloaded = self.away.get(id(parameter))
         if offloaded is None:
@@ -174,31 +179,31 @@ class _OffloadingOptimizer:
             return
         offloaded.wait()
         offloaded.steps = int(values.get("step", 1)) if values else 0  # empty: never updated
-        for name, home in offloaded.homes.items():
+        for name, home in offloaded.storages.items():
             if values:
                 home.put(0, local_tensor(values[name]).to(home.dtype).cpu())
             else:
                 home.clear()
 
-    def _counted(self, offloaded: Away) -> dict[str, Any]:
+    def _counted(self, offloaded: OffloadedParameter) -> dict[str, Any]:
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including offloaded ones."""
         for offloaded in self.away.values():
-            offloaded.early = None
-            if offloaded.left is not None:
-                offloaded.left.clear()
+            offloaded.early_gradient = None
+            if offloaded.gradient is not None:
+                offloaded.gradient.clear()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
-def _take_off(value: Any) -> Any:
+def _to_host_shard(value: Any) -> Any:
     """Return this process's shard of a state tensor on the host."""
     is_count = not isinstance(value, Tensor) or value.dim() == 0
     return value if is_count else local_tensor(value).cpu()
 
 
-def _put_back(parameter: Tensor, value: Any) -> Any:
+def _like_parameter(parameter: Tensor, value: Any) -> Any:
     """Return a state tensor with the layout and device of its parameter."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
@@ -219,7 +224,7 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters; offloaded ones are updated in a thread (see `Away.wait`)."""
+        """Update the parameters; offloaded ones in a thread (see `OffloadedParameter.wait`)."""
         ready = [
             (self.away[id(p)], group)
             for group in self.param_groups
@@ -232,17 +237,19 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
                 offloaded.begin_step()
                 numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "betas")}
                 work = partial(_step_adamw, offloaded, gradient, numbers, float(offloaded.steps))
-                offloaded.tickets.append(
+                offloaded.pending_copies.append(
                     offloaded.engine.run(work, f"step of parameter {offloaded.order}")
                 )
         return super().step(closure)
 
-    def _counted(self, offloaded: Away) -> dict[str, Any]:
+    def _counted(self, offloaded: OffloadedParameter) -> dict[str, Any]:
         return {"step": torch.tensor(float(offloaded.steps))}
 
 
-def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float) -> None:
-    mean, square = offloaded.homes["exp_avg"], offloaded.homes["exp_avg_sq"]
+def _step_adamw(
+    offloaded: OffloadedParameter, gradient: Gradient, numbers: Group, step: float
+) -> None:
+    mean, square = offloaded.storages["exp_avg"], offloaded.storages["exp_avg_sq"]
     # The one-pass kernel is faster for a 16-bit gradient, 16-bit weights, or a scaled gradient.
     kernel = load_adam_kernel() if mean.dtype == torch.float32 else None
     kernel = kernel if len(gradient.factors) <= 1 else None
@@ -262,7 +269,7 @@ def _step_adamw(offloaded: Away, gradient: Gradient, numbers: Group, step: float
         square.put(start, moments[1])
         copied = offloaded.put_weights(start, weights, narrow)
         if copied is not None:
-            offloaded.tickets.append(copied)
+            offloaded.pending_copies.append(copied)
 
 
 class OffloadedMuon(_OffloadingOptimizer, Muon):
@@ -298,15 +305,17 @@ class OffloadedMuon(_OffloadingOptimizer, Muon):
         return super().step(closure)
 
 
-def _fetch_momentum(offloaded: Away, into: list[Tensor]) -> None:
-    home = offloaded.homes["momentum_buffer"]
-    offloaded.tickets.append(
+def _fetch_momentum(offloaded: OffloadedParameter, into: list[Tensor]) -> None:
+    home = offloaded.storages["momentum_buffer"]
+    offloaded.pending_copies.append(
         offloaded.engine.run(lambda: into.append(home.fetch()), f"momentum {offloaded.order}")
     )
 
 
-def _step_muon(offloaded: Away, gradient: Gradient, buffer: Tensor, group: Group) -> None:
-    parameter, home = offloaded.parameter, offloaded.homes["momentum_buffer"]
+def _step_muon(
+    offloaded: OffloadedParameter, gradient: Gradient, buffer: Tensor, group: Group
+) -> None:
+    parameter, home = offloaded.parameter, offloaded.storages["momentum_buffer"]
     local = local_tensor(parameter.detach())
     weights = offloaded.weights(0, home.numel)
     tensors = [t.to(local.device) for t in (weights, gradient.read(0, home.numel), buffer)]

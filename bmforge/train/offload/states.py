@@ -24,7 +24,7 @@ from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
 from bmforge.records import laid_out, note_
 from bmforge.shards import is_streamed, local_tensor, source_of
-from bmforge.train.offload.optimizers import Away, OffloadedAdamW, OffloadedMuon
+from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon, OffloadedParameter
 
 __all__ = ["StateOffload"]
 
@@ -62,7 +62,7 @@ class StateOffload:
         _refuse_narrow(model, self._parameters)
         # A pipeline stage may have no trained parameters.
         self._device = local_tensor(next(iter(self._parameters or model.parameters()))).device
-        self._away: dict[int, Away] = {}
+        self._away: dict[int, OffloadedParameter] = {}
         self._leaves = config.leaves(self._device) or bool(_streamers_of(model))
         self._narrow: set[int] = set()
         self._hooks: list[RemovableHandle] = []
@@ -126,9 +126,9 @@ class StateOffload:
         self.wait()
         reshard_(self._model)
         for offloaded in self._away.values():
-            if offloaded.left is not None:
-                offloaded.left.close()
-                offloaded.left = None
+            if offloaded.gradient is not None:
+                offloaded.gradient.close()
+                offloaded.gradient = None
         change_dtype_(self._model, self._narrow, torch.float32)
         for key, offloaded in self._away.items():
             if offloaded.master is None or is_streamed(offloaded.parameter):
@@ -162,7 +162,9 @@ class StateOffload:
                 self._away[id(parameter)] = self._send_one(order, parameter)
         for key in self._narrow:
             gradient = self._away[key].parameter.grad  # changing the dtype would drop the gradient
-            self._away[key].early = None if gradient is None else local_tensor(gradient).detach()
+            self._away[key].early_gradient = (
+                None if gradient is None else local_tensor(gradient).detach()
+            )
         change_dtype_(self._model, self._narrow, torch.bfloat16)
         if self._leaves and self._away:
             self._let_gradients_leave()
@@ -194,11 +196,11 @@ class StateOffload:
             needed += sum(8 * local_tensor(p).numel() for p in moved if not is_streamed(p))
         check_host_memory(needed)
 
-    def _send_one(self, order: int, parameter: nn.Parameter) -> Away:
+    def _send_one(self, order: int, parameter: nn.Parameter) -> OffloadedParameter:
         local = local_tensor(parameter.detach())
         _, states = self._homes[id(parameter)]
-        homes = {name: self._home(local, signed) for name, signed in states.items()}
-        offloaded = Away(parameter, order, self.engine, homes)
+        storages = {name: self._home(local, signed) for name, signed in states.items()}
+        offloaded = OffloadedParameter(parameter, order, self.engine, storages)
         if self._has_master(parameter):
             offloaded.master = StateStorage(
                 local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk
@@ -227,11 +229,11 @@ class StateOffload:
                     offloaded.changed = streamer.forget
 
     def _find_narrow(self, chosen: set[int]) -> set[int]:
-        """Return the ids of parameters that are stored on the device only in bfloat16.
+        """Return the ids of parameters whose copy on the device is bfloat16 instead of fp32.
 
-        These are the parameters of FSDP units that compute in bfloat16 and are offloaded
-        completely, if gradients are offloaded too: otherwise gradients would also be accumulated in
-        bfloat16.
+        These are the parameters of FSDP units that compute in bfloat16, if all of the unit is
+        offloaded. Their gradients must be offloaded too, because on the device they would be
+        accumulated in bfloat16.
         """
         if not self._leaves:
             return set()
@@ -240,7 +242,7 @@ class StateOffload:
         return {key for unit in ids if unit <= chosen for key in unit}
 
     def _let_gradients_leave(self) -> None:
-        late = self._summed_late()
+        late = self._find_shared_by_stages()
         largest = max(
             local_tensor(offloaded.parameter).numel() for offloaded in self._away.values()
         )
@@ -249,7 +251,7 @@ class StateOffload:
             if key not in late:
                 label = f"parameter {offloaded.order}"
                 disk = self._disk if is_streamed(offloaded.parameter) else None
-                offloaded.left = OffloadedGradient(
+                offloaded.gradient = OffloadedGradient(
                     offloaded.parameter, self.engine, self._backlog, disk, label
                 )
 
@@ -272,7 +274,7 @@ class StateOffload:
             sizes.append(storage_bytes(local.numel(), "fp32", width))  # gradient
         return sum(SpillFile.rounded(size) for size in sizes)
 
-    def _summed_late(self) -> set[int]:
+    def _find_shared_by_stages(self) -> set[int]:
         """Return the ids of parameters that several pipeline stages share.
 
         Their gradients are complete only when the stages have summed them after the backward pass.

@@ -244,7 +244,7 @@ def _measure(tensor: Tensor) -> Tensor:
         tensor: any -> (5,) of float64
     """
     local = local_tensor(tensor.detach())
-    total = _nothing(local.device)
+    total = _empty_statistics(local.device)
     if local.numel() > 0:
         for chunk in local.reshape(-1).split(_CHUNK):
             wide = chunk.double()
@@ -255,7 +255,7 @@ def _measure(tensor: Tensor) -> Tensor:
     return total
 
 
-def _nothing(device: torch.device | str) -> Tensor:
+def _empty_statistics(device: torch.device | str) -> Tensor:
     """Return the statistics of an empty tensor."""
     ends = (-float("inf"), float("inf"))
     return torch.tensor((0.0, 0.0, 0.0, *ends), dtype=torch.float64, device=device)
@@ -279,15 +279,19 @@ def _add(measures: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 def _stack(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> Tensor:
     """Stack statistics to one (N, 5) tensor on the device of the collectives."""
     device = torch.device("cpu" if mesh is None else mesh.device_type)
-    nothing = _nothing(device)
+    nothing = _empty_statistics(device)
     return torch.stack([nothing if part is None else part.to(device) for part in parts])
 
 
 def _drop_copies(parts: Sequence[Tensor | None], mesh: DeviceMesh | None) -> list[Tensor | None]:
-    """Keep replicated tensors only on the first process; `parts` are values and gradients.
+    """Replace the statistics of replicated tensors with None, except on the first process.
 
-    An output has no placement information. Replicas are sums of the same terms in the same order,
-    so they are bit-identical; shards are not.
+    Outputs do not tell whether they are replicated or sharded, so the statistics are compared:
+    those of replicas are bit-identical, those of shards are not.
+
+    Args:
+        parts: statistics of the value and of the gradient of each output, alternating.
+        mesh: mesh of the model.
     """
     parts = list(parts)
     for axis in (*CONTEXT_AXES, *TENSOR_AXES):

@@ -212,9 +212,10 @@ def published_names(model: Any) -> dict[str, list[str]]:
 def all_names(model: Any) -> dict[str, list[str]]:
     """Return a dict from each alternative name of a model's modules to the names in the model.
 
-    Alternative names are those in published checkpoints, also for bmforge models inside the model;
-    those that a module declares itself (`published_modules`, as in the old model classes); and
-    Hugging Face container modules with exactly the contents of a bmforge module (``h.0.attn``).
+    Alternative names are:
+    - names in published checkpoints, also if the bmforge model is a submodule of `model`;
+    - names that a module's method `published_modules` returns, such as those of ModelCenter;
+    - Hugging Face containers with the same contents as one bmforge module (``h.0.attn``).
     """
     names: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -253,7 +254,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
 
 
 def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return a dict from name to parameter of all parameters and modules that the targets match.
+    """Return a dict from name to parameter: the parameters and whole modules that targets match.
 
     Raises:
         ConfigError: a target matches neither a module with parameters nor a parameter.

@@ -19,7 +19,7 @@ __all__ = [
     "AdapterLike",
     "base_weights_of",
     "is_in_mixture",
-    "Held",
+    "AttachedModule",
     "delta_tensors",
     "deltas_of",
     "find_delta",
@@ -33,7 +33,7 @@ __all__ = [
 _DELTAS, _BASE_WEIGHTS = "_deltas", "_base_weights"
 
 
-class Held(NamedTuple):
+class AttachedModule(NamedTuple):
     """One module of an adapter, and the base module to which it is (or was) attached.
 
     Args:
@@ -54,7 +54,7 @@ class AdapterLike(Protocol):
     name: str
     weight: float
     merged: bool
-    held: tuple[Held, ...]
+    held: tuple[AttachedModule, ...]
     options: Mapping[str, Any]
 
     def is_attached(self) -> bool:
@@ -94,7 +94,7 @@ def has_deltas(model: nn.Module) -> bool:
 
 
 def base_weights_of(model: nn.Module) -> dict[str, Any]:
-    """Return the mutable dict from base parameters changed by merging to their original values."""
+    """Return the mutable dict of original values of the base parameters that merging changed."""
     weights: dict[str, Any] = model.__dict__.setdefault(_BASE_WEIGHTS, {})
     return weights
 
@@ -157,7 +157,7 @@ _LAST: dict[str, tuple[type[nn.Module], ...]] = {
 def part_around(model: nn.Module, name: str) -> str:
     """Return the name of the attention or MLP whose last projection is `name`, or `name` itself.
 
-    For an expert that processes all tokens, the result is the MoE layer around the expert.
+    For a shared expert of an MoE layer, the result is the MoE layer.
     """
     owner, _, last = name.rpartition(".")
     if last not in _LAST or not isinstance(model.get_submodule(owner), _LAST[last]):

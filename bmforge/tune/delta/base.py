@@ -25,7 +25,7 @@ from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.attached import (
-    Held,
+    AttachedModule,
     deltas_of,
     is_laid_out,
     part_around,
@@ -103,7 +103,7 @@ class AttachedDelta:
         self.provenance = Provenance()
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
-        self.held: tuple[Held, ...] = ()
+        self.held: tuple[AttachedModule, ...] = ()
         self._whole_names = frozenset(find_wholes(model, self.train_also))
         names = self._settle_names()
         check_patterns(self, names)
@@ -175,7 +175,7 @@ class AttachedDelta:
             owner, _, slot = name.rpartition(".")
             if id(module) not in before and id(model.get_submodule(owner)) in before:
                 module.is_delta = True  # type: ignore[assignment]
-                attached.append(Held(owner, slot, module))
+                attached.append(AttachedModule(owner, slot, module))
         self.held = tuple(attached)
         for parameter in self.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16):
@@ -219,7 +219,7 @@ class AttachedDelta:
             for key, _ in part.named_parameters()
         ]
 
-    def here(self) -> list[Held]:
+    def here(self) -> list[AttachedModule]:
         """Return the adapter modules, attached or detached, on this process's pipeline stage."""
         names = {name for name, _ in self.model.named_modules()}
         return [part for part in self.held if part.owner in names]

@@ -23,7 +23,7 @@ from bmforge.provenance import Provenance, ProvenanceSource, warn_of_licenses
 from bmforge.shards import is_streamed, is_torchao, whole_tensor
 from bmforge.surgery import shared_tensors
 from bmforge.tune.delta.attached import (
-    Held,
+    AttachedModule,
     base_weights_of,
     deltas_of,
     find_delta,
@@ -170,7 +170,7 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
     return targets
 
 
-def _target(model: nn.Module, attached: Held) -> str | None:
+def _target(model: nn.Module, attached: AttachedModule) -> str | None:
     """Return the name of the base module into whose weights an adapter module can be merged."""
     if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain, TokenRows)):
         return attached.owner

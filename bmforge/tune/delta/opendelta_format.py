@@ -116,7 +116,8 @@ def _is_their_t5(model: nn.Module | None) -> bool:
 def _pairs(config: Mapping[str, Any], model: nn.Module | None) -> list[tuple[str, str]]:
     """Return the (read, write) targets of a parallel adapter.
 
-    An attention target may include the norm.
+    In some families, Hugging Face's attention module includes a norm that is separate in bmforge;
+    the target is then the norm.
     """
     backbone = str(config.get("backbone_class", ""))
     names = [_COMMON.get(name, name) for name in config.get("modified_modules") or ()]

@@ -41,14 +41,15 @@ def read_experts(
     Args:
         name: name of the adapter module, used in messages.
         part: the adapter module, an `ExpertsLowRank`.
-        pairs: factors "A" and "B" of every PEFT stack; their shapes determine to which matrix they
-            belong. The update of matrices without factors is zero.
+        pairs: LoRA factors "A" and "B" of each stacked expert parameter that PEFT adapts; their
+            shapes determine the expert matrices to which they belong. The update of matrices
+            without factors is zero.
 
     Returns:
         dict from tensor name in `part` to tensor.
 
     Raises:
-        CheckpointError: factors match no stack.
+        CheckpointError: a factor is missing, or the shapes match no expert matrices.
     """
     factors: dict[str, Tensor] = {}
     for key in part.keys:

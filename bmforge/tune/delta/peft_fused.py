@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bmforge.errors import CheckpointError
-from bmforge.tune.delta.attached import Held
+from bmforge.tune.delta.attached import AttachedModule
 
 __all__ = ["concatenate_rows", "interleave_rows", "split_fused"]
 
@@ -21,7 +21,11 @@ _LEAVES = {
 
 
 def split_fused(
-    parts: list[Held | None], rows: list[int], leaf: str, tensor: Tensor, ranks: list[int] | None
+    parts: list[AttachedModule | None],
+    rows: list[int],
+    leaf: str,
+    tensor: Tensor,
+    ranks: list[int] | None,
 ) -> dict[str, Tensor]:
     """Split a fused layer's adapter tensor; return a dict from bmforge's name to tensor.
 

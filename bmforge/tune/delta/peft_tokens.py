@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.token_rows import TokenRows
-from bmforge.tune.delta.attached import Held
+from bmforge.tune.delta.attached import AttachedModule
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.records import embedding_name
 
@@ -36,7 +36,7 @@ def token_owner(key: str, prefix: str) -> str:
     return key.removeprefix(prefix).removesuffix(_ENDING)
 
 
-def layer_parts(delta: AttachedDelta) -> list[Held]:
+def layer_parts(delta: AttachedDelta) -> list[AttachedModule]:
     """Return an adapter's modules, except those that train embedding rows of selected tokens."""
     return [part for part in delta.held if not isinstance(part.part, TokenRows)]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import EmbeddingLowRank, LowRank
 from bmforge.surgery import shared_tensors
-from bmforge.tune.delta.attached import Held, whole_model
+from bmforge.tune.delta.attached import AttachedModule, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_format import PREFIX, Names, rows_of
 from bmforge.tune.delta.peft_fused import interleave_rows
@@ -72,15 +72,15 @@ def fold_weight_(config: dict[str, Any], delta: AttachedDelta) -> dict[str, Any]
     return mark
 
 
-def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[Held]]:
+def _by_layer(names: Names, delta: AttachedDelta) -> dict[str, list[AttachedModule]]:
     """Return a dict from Hugging Face module name to its bmforge layers' adapter modules."""
-    groups: dict[str, list[Held]] = {}
+    groups: dict[str, list[AttachedModule]] = {}
     for attached in layer_parts(delta):
         groups.setdefault(names.of(attached.owner), []).append(attached)
     return groups
 
 
-def _is_one_layer(owners: list[str], parts: list[Held]) -> bool:
+def _is_one_layer(owners: list[str], parts: list[AttachedModule]) -> bool:
     """Return True if a fused layer's LoRAs, one per bmforge layer, can be written as one LoRA."""
     if len(owners) == 1:
         return True
@@ -131,7 +131,7 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """Return the head parameters that PEFT saves with every adapter of a model for this task."""
+    """Return the parameters of a task's head, which PEFT saves with every adapter."""
     if _task(model) not in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"):
         return []
     names = Names(model)
@@ -314,7 +314,7 @@ def _join_low_rank(
 def write_config(
     delta: AttachedDelta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the content of PEFT's adapter_config.json for an adapter."""
+    """Return PEFT's adapter_config.json; `patterns` are the config fields of `write_tensors`."""
     config: dict[str, Any] = {
         "peft_type": delta.peft_type,
         "base_model_name_or_path": None,

@@ -25,7 +25,7 @@ from bmforge.nn.part import AdapterModule
 from bmforge.surgery import wrap_forward_, wrappers_of
 from bmforge.tune.delta.attached import (
     AdapterLike,
-    Held,
+    AttachedModule,
     deltas_of,
     find_delta,
     is_in_mixture,
@@ -188,7 +188,7 @@ def _check_available(delta: AdapterLike) -> None:
         )
 
 
-def _has_samples(model: nn.Module, attached: Held) -> bool:
+def _has_samples(model: nn.Module, attached: AttachedModule) -> bool:
     """Return True if the first dimension of the module's input is the batch dimension."""
     if not isinstance(attached.part, AdapterModule) or is_in_mixture(model, attached.owner):
         return False

@@ -224,7 +224,7 @@ def short_count(count: int) -> str:
 
 
 def draw_tree(row: ModuleRun) -> Tree:
-    """Return the tree as a rich object: trained in blue, frozen in gray, adapters in magenta."""
+    """Return a `rich.tree.Tree`: trained in blue, frozen in gray, adapters in magenta."""
     tree = Tree(_label(row), guide_style="bright_black")
     _hang(tree, row)
     return tree

@@ -228,7 +228,7 @@ def class_loss(scores: Tensor, labels: Tensor, verbalizer: Any) -> Tensor:
     if labels.shape != scores.shape[:1] or scores.shape[1] != 2:
         raise ShapeError(
             f"float labels have the shape {tuple(labels.shape)} (expected: {tuple(scores.shape)}, "
-            "that is, samples and classes; or, for two classes, one value per sample)."
+            "one value per sample and class; with two classes also one value per sample)."
         )
     chances = scores.log_softmax(-1)
     return -((1 - labels) * chances[:, 0] + labels * chances[:, 1])

@@ -174,7 +174,10 @@ class PromptGenerator(nn.Module):
 
 
 def find_ends(template: Template) -> list[int]:
-    """Return [id] of the token that ends a target (EOS; for GLM, end of piece), or []."""
+    """Return a list with the id of the token that ends a target, or [] if there is none.
+
+    It is the EOS token; for GLM, the end-of-piece token.
+    """
     roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]

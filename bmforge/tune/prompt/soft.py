@@ -16,7 +16,7 @@ from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.pieces import Piece
 
 __all__ = [
-    "MadeRows",
+    "PTuningEncoder",
     "SoftRow",
     "draw_rows_",
     "fold_rows_",
@@ -73,7 +73,7 @@ def number_rows(
     return tuple(rows), numbers
 
 
-class MadeRows(nn.Module):
+class PTuningEncoder(nn.Module):
     """P-tuning encoder, which computes the embeddings of soft tokens from trained inputs.
 
     Args:
@@ -160,7 +160,7 @@ def put_rows_(model: Any, rows: Sequence[SoftRow], encoder: str, seed: int) -> n
     if encoder:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            encoded = MadeRows(len(rows), width, encoder)
+            encoded = PTuningEncoder(len(rows), width, encoder)
         table.prompt = encoded.to(like)
         return table.prompt
     table.prompt = ExtraEmbeddings(len(rows), width).to(like)
@@ -226,7 +226,7 @@ def fold_rows_(model: Any) -> None:
     """Replace a model's P-tuning encoder with the soft-token embeddings that it computes."""
     table = token_table(model)
     prompt = table.prompt
-    if isinstance(prompt, MadeRows):
+    if isinstance(prompt, PTuningEncoder):
         rows = prompt.weight.detach()
         table.prompt = ExtraEmbeddings(*rows.shape).to(rows)
         with torch.no_grad():
