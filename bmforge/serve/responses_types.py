@@ -110,7 +110,7 @@ class NamedTool(Strict):
     name: str
 
 
-class AllowedTools(Strict):
+class AllowedFunctions(Strict):
     """Choice that restricts a request to some of its tools."""
 
     type: Literal["allowed_tools"]
@@ -118,7 +118,7 @@ class AllowedTools(Strict):
     tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
 
 
-Choice = Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+Choice = Annotated[NamedTool | AllowedFunctions, Field(discriminator="type")]
 
 
 class TextFormat(Strict):
@@ -276,7 +276,7 @@ def _choice(body: InputTokensRequest) -> Any:
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
         return _named(choice)
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedFunctions):
         allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
         return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice if body.tools else None

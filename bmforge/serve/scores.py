@@ -99,8 +99,8 @@ class ScoreRequest(Strict):
 
     @model_validator(mode="after")
     def _fits(self) -> ScoreRequest:
-        given = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
-        if given not in [set(pair) for pair in _SIDES]:
+        used = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
+        if used not in [set(pair) for pair in _SIDES]:
             allowed = ", or ".join(" and ".join(pair) for pair in _SIDES)
             raise ValueError(f"two texts or lists of texts are required: {allowed}.")
         return self
@@ -189,20 +189,20 @@ async def tokenizer_info(request: Request) -> Response:
 @router.post("/score", include_in_schema=False)
 async def score(body: ScoreRequest, request: Request) -> Response:
     """Score text pairs with a cross-encoder, or by the cosine similarity of their embeddings."""
-    one, two = body.sides
+    left, right = body.sides
     first, second = (
         [texts] if isinstance(texts := getattr(body, side), str) else list(texts)
-        for side in (one, two)
+        for side in (left, right)
     )
     if len(first) not in (1, len(second)):
         raise RequestError(
             (
-                f"{one} has {len(first)} texts, but {two} has {len(second)} (needed: one text in "
-                f"{one}, or as many as in {two})."
+                f"{left} has {len(first)} texts, but {right} has {len(second)} (needed: one text "
+                f"in {left}, or as many as in {right})."
             ),
-            one,
+            left,
         )
-    result = await _compare(request, body.model, first, second, two)
+    result = await _compare(request, body.model, first, second, right)
     if result is None:
         return Response(status_code=GONE)
     scores, tokens = result
