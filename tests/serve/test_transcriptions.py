@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from speech_models import write_audio, write_speech_model
 
 from bmforge.infer import Engine, EngineConfig
@@ -16,6 +17,8 @@ from bmforge.infer.speech import Transcriber
 from bmforge.models import AutoModel
 from bmforge.serve.errors import RequestError
 from bmforge.serve.multipart import FormPart, parse_form
+from bmforge.tokenizers import AutoTokenizer
+from bmforge.tune.delta import Lora, use_deltas
 
 pytest.importorskip("transformers")
 
@@ -64,6 +67,31 @@ def test_answers_of_all_formats(
             url = f"{server.url}/v1/audio/translations"
             response = httpx.post(url, data=body, files={"file": file}, timeout=60)
         assert response.json() == {"text": wanted}
+
+
+def test_an_adapter_is_a_model_of_its_own(start: Any, directory: Path, tmp_path: Path) -> None:
+    audio = write_audio(tmp_path / "a.wav", 0.7)
+    model, transcriber = AutoModel.from_pretrained(directory).eval(), Transcriber(directory)
+    base = transcriber.transcribe(model, audio, language="en")
+    lora = Lora(model, targets=["all-linear"], rank=2, name="tuned")
+    for part in lora.parameters():
+        torch.nn.init.normal_(part, 0, 0.5, generator=torch.Generator().manual_seed(0))
+    tuned = transcriber.transcribe(model, audio, language="en")
+    assert tuned != base
+    use_deltas(model, ())  # only requests that name the adapter use it
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with (
+        Engine(model, tokenizer=tokenizer, config=EngineConfig(max_tokens=64)) as engine,
+        start(other=engine, place=directory, deltas={"fine": "tuned"}) as server,
+    ):
+        for name, wanted in ((server.serving.name, base), ("fine", tuned)):
+            response = httpx.post(
+                f"{server.url}/v1/audio/transcriptions",
+                data={"model": name, "language": "en"},
+                files={"file": ("a.wav", audio.read_bytes())},
+                timeout=60,
+            )
+            assert response.json() == {"text": wanted}
 
 
 def test_what_is_refused(start: Any, speech: Engine, directory: Path, tmp_path: Path) -> None:

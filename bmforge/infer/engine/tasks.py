@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from bmforge.infer.engine.turns import Turns
-from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
+from bmforge.tune.delta.selection import DeltaChoice, DeltaNames, check_names, choosing_deltas
 
-__all__ = ["EngineTask", "TurnTask"]
+__all__ = ["EngineTask", "TurnTask", "turn_task"]
 
 
 class EngineTask:
@@ -102,3 +103,20 @@ class TurnTask(EngineTask):
                 self._result = self._function()
         finally:
             handle.remove()
+
+
+def turn_task(
+    function: Callable[[Any], Any], deadline_s: float | None, delta: DeltaChoice = None
+) -> Callable[[Any], TurnTask]:
+    """Return the argument of `Engine.submit_task` for a function of the model.
+
+    Args:
+        function: function to run.
+        deadline_s: deadline in seconds, as in `EngineTask`.
+        delta: names of the active adapters, as in `Engine.generate`.
+    """
+
+    def make(model: Any) -> TurnTask:
+        return TurnTask(model, partial(function, model), deadline_s, check_names(model, delta))
+
+    return make
