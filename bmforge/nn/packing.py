@@ -151,7 +151,7 @@ def find_preset(scheme: str | QuantSpec) -> QuantSpec:
 
 
 class PackedMatrix(NamedTuple):
-    """Tensors of a packed matrix; a panel is a block of 16 rows.
+    """Tensors of a packed matrix; a panel has 16 rows.
 
     Shape:
         packed: (panels, blocks, 64) uint8; scales and minima: (panels, groups, 16)

@@ -131,7 +131,7 @@ class Config(Mapping[str, Any]):
         return self._group is not None and dist.is_initialized() and dist.group.WORLD is self._group
 
     def need(self, what: str) -> None:
-        """Raise an error, about the feature `what`, if `init_distributed` was not called.
+        """Raise an error that names the feature `what` if `init_distributed` was not called.
 
         Raises:
             DistributedError: `init_distributed` was not called.

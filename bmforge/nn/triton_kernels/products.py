@@ -95,7 +95,7 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
 
 @jit
 def load_inside(address, inside, EVEN: tl.constexpr):
-    """Load the values for which `inside` is true, else 0; EVEN: all are, and no mask is used."""
+    """Load the values for which `inside` is true, else 0; with EVEN, all are true."""
     if EVEN:
         return tl.load(address)
     else:
@@ -110,7 +110,7 @@ def load_scales(
     """Load fp32 scales, (C, Q * 16), of C quantization groups of Q panels (blocks of 16 rows).
 
     Args:
-        g: indices of the groups; groups from GROUPS, their number, on get the scale 0.
+        g: indices of the groups; scales of indices from GROUPS (number of groups) on are 0.
         panel: index of the first panel.
         PAIRS: scales are fp16, passed as 32-bit words with two scales each. Loads below four bytes
             per thread are not asynchronous, so every iteration of the loop would wait for them.
