@@ -194,10 +194,10 @@ class Transcriber:
         language = options.get("language")
         if language is None and getattr(self._config, "lang_to_id", None):
             with evaluating(model), torch.no_grad():
-                found = model.foreign.detect_language(
+                detected = model.foreign.detect_language(
                     features["input_features"], generation_config=copy.deepcopy(self._config)
                 )
-            language = self._processor.tokenizer.decode(found[0].tolist()).strip("<|>")
+            language = self._processor.tokenizer.decode(detected[0].tolist()).strip("<|>")
         more = {"return_timestamps": True, "return_segments": True}
         out = self._run(model, features, file, {**options, **more})
         segments = [

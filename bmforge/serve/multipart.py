@@ -63,8 +63,8 @@ def parse_form(body: bytes, content_type: str) -> list[FormPart]:
 
 
 def _parse_part(piece: bytes) -> FormPart:
-    head, found, value = piece.partition(b"\r\n\r\n")
-    if not found or len(head) > _MOST_HEAD_BYTES:
+    head, separator, value = piece.partition(b"\r\n\r\n")
+    if not separator or len(head) > _MOST_HEAD_BYTES:
         raise RequestError("a field of the form has no header, or too long a header.")
     headers = BytesHeaderParser().parsebytes(head.lstrip(b"\r\n") + b"\r\n\r\n")
     name = headers.get_param("name", header="content-disposition")

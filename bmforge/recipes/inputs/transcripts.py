@@ -103,10 +103,11 @@ def find_prefix(directory: Path, task: str, language: str | None) -> Prefix:
             return marks
         code = _code_of(own or language)
         if f"<|{code}|>" not in languages:
-            known = ", ".join(sorted(name.strip("<|>") for name in languages))
+            supported = ", ".join(sorted(name.strip("<|>") for name in languages))
             raise ConfigError(
                 f"the model is multilingual, but data.language={own or language!r} is not one of "
-                f"its languages ({known}). Set --data.language, or a field `language` per record."
+                f"its languages ({supported}). Set --data.language, or a field `language` of each "
+                "record."
             )
         return [languages[f"<|{code}|>"], values["task_to_id"][task], *marks]
 
