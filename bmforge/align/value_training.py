@@ -75,7 +75,8 @@ class ValueTrainer:
         _, metrics = run_objective(self._objective, self.model, micro_batches, divisor, self._mesh)
         norm = clip_grad_norm_(self.model, self._grad_clip).item()
         set_learning_rate_(self.optimizers, self._schedule(self.step))
-        skipped = self._guard.check(metrics["loss/value_avg"], norm)
+        # Without a scored answer in the step there is no mean, and the summed loss is 0.
+        skipped = self._guard.check(metrics.get("loss/value_avg", 0.0), norm)
         for optimizer in self.optimizers:
             if skipped is None:
                 optimizer.step()

@@ -397,6 +397,30 @@ def test_policy_methods(case: str, temperature: float, folder: Path, compare: An
     compare(own, model, (found, wanted))
 
 
+@pytest.mark.parametrize("case", ["grpo with kl", "grpo, plain kl", "dapo", "dr_grpo", "cispo"])
+def test_policy_methods_on_degenerate_answers(case: str, folder: Path, compare: Any) -> None:
+    """Answers of one token, which are equal, and a group whose advantages are all 0."""
+    method, ours, theirs = POLICY_CASES[case]
+    options = {"max_completion_length": MAX_TOKENS, "num_generations": 2, **theirs}
+    more: dict[str, Any] = {"reward_funcs": give_reward}
+    trainer, model = open_trainer("GRPO", folder, options, {"prompt": "w3 w4"}, **more)
+    own = AutoModel.from_pretrained(folder / "policy", dtype=torch.float32)
+    answers = draw_answers()
+    for name in ("ids", "advantage", "sampler", "old", "reference"):
+        setattr(answers[0], name, getattr(answers[0], name)[:1])
+        setattr(answers[1], name, list(getattr(answers[0], name)))
+    answers[1].prompt_ids = list(answers[0].prompt_ids)
+    for answer in answers[2:]:
+        answer.advantage = [0.0] * len(answer.ids)
+    center_logprobs(own, answers, 1.0)
+    wanted = trainer.compute_loss(model, their_answers(answers))
+    policy = Policy(**{**POLICIES[method], **ours})
+    objective = PolicyObjective(policy, 1.0, MAX_TOKENS)
+    names = ("old", "reference") if policy.beta else ("old",)
+    found = run_objective(objective, own, collate_answers(answers, names))
+    compare(own, model, (found, wanted))
+
+
 def test_rloo(folder: Path, compare: Any) -> None:
     options = {"max_completion_length": MAX_TOKENS, "num_generations": 2}
     more: dict[str, Any] = {"reward_funcs": give_reward}

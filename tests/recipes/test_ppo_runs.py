@@ -58,6 +58,19 @@ def test_ppo_learns_and_the_value_model_predicts_the_reward(place: Path) -> None
         assert torch.equal(tensor, weights(result.model)[name])
 
 
+def test_a_step_without_scored_answers_changes_nothing(place: Path, tmp_path: Path) -> None:
+    """All answers are truncated after one token and left out of both losses."""
+    rollout = RolloutConfig(num_generations=4, max_new_tokens=1, mask_truncated_completions=True)
+    result = recipe_of(place).run(
+        make_ppo(place, str(tmp_path / "run"), 2, rollout=rollout, export=False)
+    )
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(0.0, 0.0)] * 2
+    initial = weights(AutoModel.from_pretrained(place / "model"))
+    for name, tensor in weights(result.model).items():
+        assert torch.equal(tensor, initial[name])
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -14,7 +14,7 @@ from small_runs import settings, wait_for_all
 from test_sft import CHATML, write_letters
 
 from bmforge.align.kept_reference import keep_reference_
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, DataError
 from bmforge.models import AutoModel, Llama, init_weights_
 from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout
@@ -108,6 +108,21 @@ def test_preferences_are_learned(method: str, start: Path) -> None:
     export = start / "run" / "export"
     assert AutoModel.from_pretrained(export).config.attn_dropout == 0.3
     assert (export / "chat_template.jinja").read_text() == CHATML
+
+
+def test_margins_are_for_reward_models_alone(start: Path) -> None:
+    """They are refused by name in DPO, and a reward model may ignore them."""
+    config = make_config(start, "dpo", 2)
+    config.data.ignore = ("id",)
+    with pytest.raises(DataError, match=r"line 1 has the fields margin, .* --data.ignore margin"):
+        run(config)
+    assert not config.run_dir.exists()
+    losses = []
+    for ignore in (("id",), ("id", "margin")):
+        config = make_config(start, f"reward-{len(ignore)}", 1, is_reward=True)
+        config.data.ignore = ignore
+        losses.append(run(config)[0]["loss"])
+    assert losses[0] > losses[1] == pytest.approx(0.6931, abs=0.1)
 
 
 def test_references_agree(start: Path) -> None:
