@@ -1,4 +1,4 @@
-"""Per-token log-probabilities of a batch under a language model, on any layout."""
+"""Per-token log-probabilities of a batch under a language model, on every parallel layout."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _inside(modules: dict[str, nn.Module], names: Sequence[str]) -> list[str]:
 
 
 def has_weight_matrix(module: nn.Module) -> bool:
-    """Return True if a module of any class has a floating-point matrix `weight`."""
+    """Return True if the module, of whatever class, has a 2-D floating-point `weight`."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and weight.is_floating_point()
 

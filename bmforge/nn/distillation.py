@@ -139,7 +139,10 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Accumulate the tiles with first column `first`, and replace them with exponentials."""
+        """Add tiles of both models' logits to the softmax sums; overwrite them with exponentials.
+
+        `first` is the index of the tiles' first column in this rank's vocabulary.
+        """
         student.div_(self._temperature)
         teacher.div_(self._temperature)
         gap = teacher - student

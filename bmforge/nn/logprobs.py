@@ -151,7 +151,7 @@ class _TokenScores(TiledSoftmax):
         return (before - top).exp_() * (self._moment + mass * (before - top))
 
     def finish_scores(self) -> tuple[Tensor, Tensor]:
-        """Return the scores, (3, M), and the log of the softmax denominator, (M,)."""
+        """Return the scores of `linear_logprobs` and the log of the softmax denominator, (M,)."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
             moment = self._rescale(self._top, self._mass, top)

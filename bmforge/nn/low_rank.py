@@ -336,7 +336,10 @@ class ExpertsLowRank(AdapterModule):
         return notes
 
     def forward(self, key: str, x: Tensor, ends: Tensor) -> Tensor:
-        """Return the update of the output of the stacked matrix `key`."""
+        """Return the low-rank update of the output of the stacked matrix `key`.
+
+        `x` is sorted by expert; `ends` has the index after the last row of each expert.
+        """
         dtype = x.dtype
         x = x.to(getattr(self, f"{key}_down").dtype)
         if self.dropout and self.training:

@@ -82,7 +82,7 @@ def load_variant(name: str) -> Kernels | None:
 
 @cache
 def load_kernels() -> Kernels | None:
-    """Return the fastest kernels for this machine; None if there is no compiler."""
+    """Return the matrix-product kernels for this CPU; None if there is no C++ compiler."""
     return load_variant(runnable_variants()[0])
 
 

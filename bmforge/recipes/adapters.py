@@ -174,14 +174,14 @@ def settle_adapter(config: Any) -> Any:
 
 
 def default_rate(kind: str, rank: int | None, full_rate: float = _FULL_RATE) -> float:
-    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA on chats.
+    """Return the default learning rate for an adapter type: 1e-4 to 2e-4 for LoRA.
 
     Args:
         kind: a name in `KINDS`.
         rank: rank of LoRA; above 16 the rate is divided by sqrt(rank / 16), but at least 1e-4.
-        full_rate: the task's default learning rate for full fine-tuning. If it is below the 2e-5 of
-            chats, the result is multiplied by full_rate / 2e-5 (for preferences and rl, where it is
-            1e-6, the learning rate of LoRA is 1e-5).
+        full_rate: the task's default learning rate for full fine-tuning. If it is below 2e-5, the
+            default of `train conversations`, the result is multiplied by full_rate / 2e-5: with
+            1e-6 (preferences, rl), the learning rate of LoRA is 1e-5.
     """
     rate = _RATES.get(kind, 1e-4)
     if kind == "lora":

@@ -72,7 +72,7 @@ class FileSuite:
                 opener.from_pretrained(saved)
 
     def test_weights_that_do_not_fit(self, tiny: Model, saved: Path) -> None:
-        """The error lists missing, unexpected and misshapen weights; the model is unchanged."""
+        """The error lists missing and unexpected weights, and wrong shapes; nothing is changed."""
         file, tensors = self._edit_weights(saved)
         names = sorted(name for name in tensors if ".0." in name)
         missing, wrong = names[0], names[1]

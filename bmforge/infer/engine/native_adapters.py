@@ -41,14 +41,14 @@ def find_low_ranks(module: nn.Module | None) -> dict[str, LowRank]:
 class AdapterTables:
     """Tables of the LoRA updates of every adapted linear layer, for the C++ decoding step.
 
-    The table of the previous call is reused if selection and batch size are the same; the caller
-    creates a new `AdapterTables` when a module has changed.
+    The table of the previous call is reused if the selected adapters and the batch size are the
+    same; the caller creates a new `AdapterTables` when a module has changed.
 
     Args:
         adapted: LoRA modules of every adapted linear layer, in the order of `Matrix.adapters`.
 
     Attributes:
-        parts: all LoRA modules of `adapted`, as one set.
+        parts: set of all LoRA modules in `adapted`.
     """
 
     def __init__(self, adapted: Sequence[tuple[LowRank, ...]]) -> None:

@@ -71,12 +71,13 @@ class _Segment:
 
 
 class NativeStep:
-    """Runs the blocks for a KV cache; `cache.step` of a decoder.
+    """Runs the blocks of a decoding step in C++ if they support it; the value of `cache.step`.
 
     Descriptions of the blocks are rebuilt when a block has changed.
 
     Args:
-        rests: check for changed blocks only after a call of `look_again`; see `undisturbed`.
+        rests: True to check for changed blocks only after `look_again` was called, not at every
+            step.
 
     Attributes:
         native_blocks: number of blocks that the last call ran in C++.

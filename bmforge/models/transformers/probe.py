@@ -313,7 +313,7 @@ def _continues_targets(small_copy: Any) -> bool:
 
 
 def _find_padding(small_copy: Any, ids: Tensor, caches: bool) -> str:
-    """Return the method that decodes left-padded sequences exactly; see `Behavior.padding`."""
+    """Find how left-padded sequences are decoded exactly: a value of `Behavior.padding`."""
     first = 5
     alone = _run(small_copy, ids[:, first:])
     padded = ids.clone()

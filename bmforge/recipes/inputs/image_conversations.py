@@ -202,7 +202,7 @@ def _encode(
     render: Callable[[ChatExample], Sequence[AnswerText]],
     tokenizer: Tokenizer,
 ) -> Iterator[ImageRow]:
-    """Yield the sequences of a conversation: one per number of images before an answer."""
+    """Yield a conversation's sequences: answers after equally many images share a sequence."""
     sources = [list(_sources(message)) for message in conversation.messages]
     groups: dict[int, list[AnswerText]] = {}
     for turn in render(conversation):

@@ -92,7 +92,7 @@ def copy_head(model: Any) -> tuple[nn.Module, Tensor, float]:
 
 
 def _find_last(model: Any) -> tuple[Any, Any]:
-    """Return the last layer of a model's output head, and the module that ends with it."""
+    """Return the last linear layer of a model's output head, and the module that contains it."""
     masked = getattr(model, "mlm_head", None)
     if masked is not None:
         return masked.decoder, masked

@@ -107,7 +107,7 @@ class ManualVerbalizer(nn.Module):
         self.register_buffer("there", is_valid, persistent=False)
 
     def answers(self, example: Any) -> list[list[int]]:
-        """Return the token ids of all words, class by class; used with "joint"."""
+        """Return the token ids of all label words, class by class."""
         return [word for row in self.tokens for word in row]
 
     def project(self, logits: Tensor) -> Tensor:
