@@ -30,7 +30,7 @@ _COMMON = {
     "--lr X": "peak learning rate",
     "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
     "--micro-batch-size N": "sequences per forward and backward pass of one process",
-    "--seq-len N": "maximum sequence length in tokens (not used for image classification)",
+    "--seq-len N": "maximum sequence length in tokens",
     "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
     "--recompute": "recompute activations in the backward pass: less memory, more time",
     "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients and states), 3 (also parameters)",

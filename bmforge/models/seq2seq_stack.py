@@ -137,7 +137,7 @@ class Seq2SeqStack(nn.Module):
         return x, (*states[:-1], x) if keep_states else None
 
     def _prefix_length(self) -> int:
-        """Return the length of the layers' prefixes if they have positions; otherwise 0."""
+        """Return the number of positions that the layers' prefixes take; 0 if they take none."""
         attentions: Any = (layer.attn for layer in self.layers.values())
         prefixes: Any = (attn.prefix for attn in attentions if attn is not None)
         lengths = {

@@ -95,7 +95,7 @@ class WeightRule:
         return tuple(self._published_order(full_shape))
 
     def source_slices(self, box: Box) -> tuple[slice, ...] | None:
-        """Return the slices of `theirs` for a region of the parameter; None without an overlap."""
+        """Return the checkpoint tensor's slices for a region of the parameter; None if empty."""
         slices = [slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True)]
         if self.index is not None:
             stack = slices.pop(0)

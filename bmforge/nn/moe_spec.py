@@ -123,6 +123,7 @@ class MoESpec:
             )
         if not 1 <= top <= groups or self.experts_per_token > top * (self.num_experts // groups):
             raise ConfigError(
-                f"top_groups={top} of expert_groups={groups} must contain "
-                f"experts_per_token={self.experts_per_token} experts."
+                f"top_groups={top} of expert_groups={groups} must contain at least "
+                f"experts_per_token={self.experts_per_token} experts. Raise top_groups, at most to "
+                "expert_groups."
             )

@@ -72,11 +72,13 @@ class SearchConfig:
             )
         if not (self.kinds and self.places and self.sizes):
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
-        if self.keep_ratio < 2 or self.max_trained < 0:
+        if self.keep_ratio < 2:
             raise ConfigError(
-                f"search.keep_ratio={self.keep_ratio} must be at least 2, and "
-                f"search.max_trained={self.max_trained} at least 0."
+                f"search.keep_ratio={self.keep_ratio} must be at least 2: each round keeps 1 / "
+                "keep_ratio of the candidates."
             )
+        if self.max_trained < 0:
+            raise ConfigError(f"search.max_trained={self.max_trained} must be at least 0.")
 
 
 @dataclass(kw_only=True)

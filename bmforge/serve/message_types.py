@@ -18,7 +18,7 @@ __all__ = ["AllowedChoice", "Choice", "ImagePart", "Message", "SentBack", "Stric
 
 
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
-    """Add the fields of `neutral_fields` to the JSON schema of a request type."""
+    """Add the fields that must have their default value to a request type's JSON schema."""
     for name, field in model.neutral_fields.items():
         values = {} if field.is_hint else {"enum": [*field.values, *field.idle_values, None]}
         schema["properties"][name] = {**values, "description": field.reason}

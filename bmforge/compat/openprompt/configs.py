@@ -111,7 +111,7 @@ class _Reader:
         self.out.unplaced.append((key, why))
 
     def fill(self) -> None:
-        """Convert all keys."""
+        """Convert all keys of the OpenPrompt config to bmforge settings."""
         self.put("train.optim.betas", [0.9, 0.999])
         self.put("train.optim.weight_decay", 0.01)
         self.put("train.schedule.kind", "linear")

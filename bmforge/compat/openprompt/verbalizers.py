@@ -159,7 +159,7 @@ class One2oneVerbalizer(ManualVerbalizer):
 
 
 class _GivenWords(ManualVerbalizer):
-    """Base class of verbalizers whose `label_words` are the given words, as lists."""
+    """Base class of verbalizers whose `label_words` are the words as given, a list per class."""
 
     @property
     def label_words(self) -> list[list[str]]:

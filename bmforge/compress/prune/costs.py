@@ -149,7 +149,7 @@ def count_costs(
         target: "parameters", or "flops": forward and backward FLOPs per token of a sequence of
             `seq_len`, counted as in `ModelConfig.flops_per_token`.
         seq_len: sequence length for "flops".
-        hidden: also count the cost at hidden size 0.
+        hidden: also count the part of the cost that does not depend on the hidden size.
     """
     count = partial(_flops_of, seq_len=seq_len) if target == "flops" else _parameters_of
     blocks = blocks_of(model)

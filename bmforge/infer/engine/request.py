@@ -189,13 +189,13 @@ class RequestsConfig:
 
 @dataclass(frozen=True)
 class RequestsStatus:
-    """Load of an engine: answers and KV cache pages.
+    """Load of an engine: numbers of answers to generate, and of KV cache pages.
 
     Args:
-        running: number of running answers.
-        waiting: number of waiting answers.
+        running: number of answers that are being generated.
+        waiting: number of queued answers.
         pages_used: number of KV cache pages in use.
-        pages_free: number of other pages, including cached prefixes.
+        pages_free: number of pages not in use, including cached prefixes.
     """
 
     running: int

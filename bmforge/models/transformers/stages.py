@@ -86,7 +86,11 @@ class _OtherBlock(_StandIn):
         self.__dict__.update(outputs=outputs, value=value, ends=ends)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the input or the previous stage's activations, or raise `StageEnd`."""
+        """Return the received activations, if there are any, else the input.
+
+        Raises:
+            StageEnd: the stage ends before this block.
+        """
         x = args[0] if args else kwargs["hidden_states"]
         if self.ends:
             raise StageEnd(x)

@@ -134,7 +134,8 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
 def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[StageMessage]]:
     """Return the order of the messages between each pair of ranks (lower rank first).
 
-    Messages are ordered by the finish time of their senders at unit times. That order agrees with
+    Messages are ordered by the time at which their senders finish if every action takes one unit of
+    time. That order agrees with
     the action order of every rank, so a rank that waits for a message waits only for earlier work.
     """
     messages: dict[tuple[int, int], list[StageMessage]] = {}

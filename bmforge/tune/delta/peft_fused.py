@@ -60,7 +60,7 @@ def split_fused(
 
 
 def concatenate_rows(leaf: str, tensor: Tensor, order: Tensor | None) -> Tensor:
-    """Return an interleaved fused layer's tensor with contiguous rows of each bmforge layer.
+    """Reorder an interleaved fused tensor so that each bmforge layer's rows are contiguous.
 
     Args:
         leaf: PEFT's name of the tensor.

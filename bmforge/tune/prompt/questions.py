@@ -57,6 +57,9 @@ def ask_example(
 def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
     """Collate questions into the columns of a batch, padded on the right.
 
+    B questions have K prompts each, M masks per prompt, and W label words of at most L tokens;
+    `which` is the index of the prompt in which each word is scored.
+
     Shape:
         input_ids, attention_mask and other per-token columns: (B K, T); mask_at: (B K, M);
         answers: (B, W, L); which: (B, W)

@@ -99,7 +99,7 @@ class Template:
         return list(self._prompt.parameters()) if self.rows else []
 
     def _check_masks(self, behind: str) -> str:
-        """Raise an error for unsupported masks; return the handling of text after the mask."""
+        """Raise an error for unsupported masks; return the effective value of `behind`."""
         if self.asking.reads_behind:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
