@@ -106,14 +106,14 @@ class _Best:
         shape = len(starts), len(self._values), self._count + 1
         values, ids = self._values.new_zeros(shape), self._ids.new_zeros(shape)
         if vocab.first in starts:  # a rank without columns adds nothing
-            own, found = vocab.first // vocab.width, self._values.shape[1]
-            values[own, :, :found], values[own, :, -1:] = self._values, self._rest
-            ids[own, :, :found] = self._ids
+            own, count = vocab.first // vocab.width, self._values.shape[1]
+            values[own, :, :count], values[own, :, -1:] = self._values, self._rest
+            ids[own, :, :count] = self._ids
         values, ids = vocab.sum_(values), vocab.sum_(ids)
         self._values, self._ids = self._values[:, :0], self._ids[:, :0]
         self._rest = torch.logsumexp(values[..., -1], 0)[:, None]
-        for rank, found in enumerate(counts):
-            self._merge(values[rank, :, :found], ids[rank, :, :found])
+        for rank, count in enumerate(counts):
+            self._merge(values[rank, :, :count], ids[rank, :, :count])
 
 
 class _LinearSubsetLogprobs(torch.autograd.Function):
@@ -139,16 +139,19 @@ class _LinearSubsetLogprobs(torch.autograd.Function):
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
             picked = torch.zeros_like(out[tokens, :-1])
-            rest = torch.full_like(out[tokens, -1:], -torch.inf)
+            log_rest = torch.full_like(out[tokens, -1:], -torch.inf)
             for first, size in split_chunks(weight.shape[0], tiling.columns):
                 tile = logits.make(tokens, first, size).div_(options.temperature)
                 index, is_inside = _find(ids[tokens], tile, first, options.vocab)
                 picked += tile.gather(1, index).where(is_inside, 0)
                 _exclude_(tile, index, is_inside)
-                rest = torch.logaddexp(rest, torch.logsumexp(tile, -1, keepdim=True))
+                log_rest = torch.logaddexp(log_rest, torch.logsumexp(tile, -1, keepdim=True))
             if options.vocab is not None:
-                picked, rest = options.vocab.sum_(picked), _sum_exponentials(rest, options.vocab)
-            out[tokens, :-1], out[tokens, -1:] = picked, rest
+                picked, log_rest = (
+                    options.vocab.sum_(picked),
+                    _sum_exponentials(log_rest, options.vocab),
+                )
+            out[tokens, :-1], out[tokens, -1:] = picked, log_rest
             log_mass[tokens] = torch.logsumexp(out[tokens], -1, keepdim=True)
         out -= log_mass
         is_tensor = isinstance(weight, Tensor)  # a quantized weight is a `PackedRows` object
@@ -189,8 +192,8 @@ class _Derivative:
         self._ids, self._options = ids, options
         change = grad - grad.sum(1, keepdim=True) * out.exp()
         self._of_subset, self._of_rest = change[:, :-1], change[:, -1:]
-        rest = out[:, -1:] + log_mass
-        self._log_rest = rest.masked_fill(rest == -torch.inf, 0)
+        log_others = out[:, -1:] + log_mass
+        self._log_rest = log_others.masked_fill(log_others == -torch.inf, 0)
 
     def differentiate_(self, tile: Tensor, tokens: slice, first: int) -> None:
         """Overwrite a tile of logits with the gradient of the loss."""
@@ -209,7 +212,7 @@ def _find(ids: Tensor, tile: Tensor, first: int, vocab: VocabCut | None) -> tupl
 
 
 def _exclude_(tile: Tensor, index: Tensor, is_inside: Tensor) -> None:
-    """Set the logits of the subset to -inf; adding 0 leaves column 0 as it is."""
+    """Set the logits of the subset to -inf; adding 0 does not change column 0."""
     removed = torch.zeros_like(index, dtype=tile.dtype).masked_fill_(is_inside, -torch.inf)
     tile.scatter_add_(1, index, removed)
 
