@@ -286,8 +286,8 @@ class RewardSet:
         logged, rewards = RewardReply(None, {}, {}), {}
         rendered = {**batch, TEMPLATE_OPTIONS: template_options}
         for name, source in self._sources.items():
-            data = rendered if getattr(source, "renders_prompts", False) else batch
-            rewards[name], reply = self._score(name, data, len(batch["completions"]))
+            arguments = rendered if getattr(source, "renders_prompts", False) else batch
+            rewards[name], reply = self._score(name, arguments, len(batch["completions"]))
             logged.columns.update(reply.columns)
             logged.metrics.update(reply.metrics)
         return rewards, logged

@@ -106,14 +106,14 @@ class _Best:
         shape = len(starts), len(self._values), self._count + 1
         values, ids = self._values.new_zeros(shape), self._ids.new_zeros(shape)
         if vocab.first in starts:  # a rank without columns adds nothing
-            own, count = vocab.first // vocab.width, self._values.shape[1]
-            values[own, :, :count], values[own, :, -1:] = self._values, self._rest
-            ids[own, :, :count] = self._ids
+            slot, width = vocab.first // vocab.width, self._values.shape[1]
+            values[slot, :, :width], values[slot, :, -1:] = self._values, self._rest
+            ids[slot, :, :width] = self._ids
         values, ids = vocab.sum_(values), vocab.sum_(ids)
         self._values, self._ids = self._values[:, :0], self._ids[:, :0]
         self._rest = torch.logsumexp(values[..., -1], 0)[:, None]
-        for rank, count in enumerate(counts):
-            self._merge(values[rank, :, :count], ids[rank, :, :count])
+        for rank, width in enumerate(counts):
+            self._merge(values[rank, :, :width], ids[rank, :, :width])
 
 
 class _LinearSubsetLogprobs(torch.autograd.Function):

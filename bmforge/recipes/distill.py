@@ -119,7 +119,7 @@ def _check_options(config: Any) -> None:
             "layout.zero, but not tensor, pipeline or context parallelism. Set distill_top_k "
             "(--distill-top-k 64), or layout.tp=1, layout.pp=1 and layout.cp=1."
         )
-    if config.layout.cp > 1 and soft_prompt_length(config):
+    if config.layout.is_context_parallel and soft_prompt_length(config):
         raise ConfigError(
             "adapter.kind='soft-prompt' is not supported with layout.cp above 1 in distillation, "
             "because student and teacher would split their sequences at other tokens. Set "

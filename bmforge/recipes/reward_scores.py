@@ -160,8 +160,8 @@ class _Scorer:
         A template of a reward model may not read all options of the policy's template; the log
         names each of them once.
         """
-        fields = {name: value for name, value in options.items() if value is not None}
-        unread = fields.keys() - self._template.variables
+        values = {name: value for name, value in options.items() if value is not None}
+        unread = values.keys() - self._template.variables
         for name in sorted(unread - self._unread_options):
             get_logger().warning(
                 "reward model %s: its chat template does not use %s, so the answers are scored "
@@ -169,8 +169,8 @@ class _Scorer:
                 *(self._name, name),
             )
         self._unread_options |= unread
-        fields = {name: value for name, value in fields.items() if name not in unread}
-        return {"tools": fields.pop("tools", None), "fields": fields}
+        values = {name: value for name, value in values.items() if name not in unread}
+        return {"tools": values.pop("tools", None), "fields": values}
 
     def _encode(self, prompt: Any, completion: Any, options: Mapping[str, Any]) -> EncodedRow:
         raise NotImplementedError(f"{type(self).__name__} must implement _encode.")

@@ -259,18 +259,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
     config = settle_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
-    if job is not None and config.train.disable_dropout:
-        raise ConfigError(
-            "train.disable_dropout=True runs the model in evaluation mode, in which compression "
-            "has no effect. Leave it out."
-        )
-    if not config.train.master_weights and not any(
-        is_half(parameter) for parameter in model.parameters() if parameter.requires_grad
-    ):
-        raise ConfigError(
-            "train.master_weights=False has no effect, because all trained parameters of this run "
-            "are in fp32. Leave it out."
-        )
+    _refuse_idle_for(model, config, compresses=job is not None)
     log_trained(model, config)
     model.provenance = provenance
     data.begin(model)
@@ -314,6 +303,21 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         get_logger().info("report: %s", write_report(config.run_dir))
     run_on_first(lambda: _check_saved(trainer))
     return RunResult(model, trainer.step, evaluation, world, trainer.stopped)
+
+
+def _refuse_idle_for(model: Model, config: Any, *, compresses: bool) -> None:
+    """Raise `ConfigError` for training options that have no effect on the run's model."""
+    if compresses and config.train.disable_dropout:
+        raise ConfigError(
+            "train.disable_dropout=True runs the model in evaluation mode, in which compression "
+            "has no effect. Leave it out."
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not config.train.master_weights and not any(map(is_half, trained)):
+        raise ConfigError(
+            "train.master_weights=False has no effect, because all trained parameters of this run "
+            "are in fp32. Leave it out."
+        )
 
 
 def _refuse_idle(config: Any, data: TrainingData) -> None:

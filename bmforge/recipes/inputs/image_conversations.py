@@ -159,9 +159,10 @@ def _check_images(rows: Sequence[ImageRow]) -> None:
             check_image(name)
         except DataError as error:
             problems.append(f"{location}: {error}")
+    if len(problems) > 1:
+        raise DataError(f"{problems[0]} ({len(problems)} of {len(places)} images cannot be used.)")
     if problems:
-        count = f" ({len(problems)} of {len(places)} images cannot be used.)"
-        raise DataError(f"{problems[0]}{count if len(problems) > 1 else ''}")
+        raise DataError(problems[0])
 
 
 def _find_filler(rows: Sequence[ImageRow]) -> ImageRow | None:
