@@ -138,8 +138,8 @@ class DuplicatesConfig:
         earlier: directories of earlier corpora, prepared with keep_index; documents that occur in
             one of them are dropped, and with near_duplicates also similar documents.
         decontaminate: test sets; a document that contains one of their examples is dropped.
-            Pass .jsonl, .json or .parquet files, also compressed, or TASK=DIRECTORY for all splits
-            of a task that `evaluate` supports, such as BoolQ=superglue.
+            Pass .jsonl, .json, .csv, .tsv, .parquet or .arrow files, also compressed, or
+            TASK=DIRECTORY for all splits of a task of `evaluate`, such as BoolQ=superglue.
         cut_examples: remove the test examples from a document instead of dropping the document.
     """
 

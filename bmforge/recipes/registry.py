@@ -310,11 +310,11 @@ def find_recipe(
             label = published or (name if recipe is None else recipe.task)
             config = _with_model(form.config, label, start, published)
             return Recipe(config, form.run, f"{name} with {model}", task)
+    others = ", ".join(_capable(meant)) or "speech models of transformers, such as Whisper"
     can = [key for key, other in TASKS.items() if other.form(traits)]
     raise ConfigError(
         f"{start.family.__name__} does not support the task {name!r}. Families that do: "
-        f"{', '.join(_capable(meant))}. Tasks of {start.family.__name__}: "
-        f"{', '.join(can)}."
+        f"{others}. Tasks of {start.family.__name__}: {', '.join(can)}."
     )
 
 

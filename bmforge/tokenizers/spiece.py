@@ -56,7 +56,7 @@ def open_spiece(content: bytes, path: Path, extra_ids: int | None = None) -> Any
     if model.algorithm != _UNIGRAM:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise DataError(
-            f"{str(path)!r} is a sentencepiece model of type {kind} (supported: "
+            f"{str(path)!r} is a SentencePiece model of type {kind} (supported: "
             "unigram, as for T5). Write a tokenizer.json with transformers' "
             "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)."
         )

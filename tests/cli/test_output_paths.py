@@ -55,6 +55,7 @@ MORE = {
     "train documents": "--model cpm-bee-1b",
     "train stc": "--model cpm1-small",
     "train images": "--model vit-base-patch16-224",
+    "train speech": "--model {root}/speech",
 }
 SHARED = {"data collect", "data quality"}  # they add to the files of a directory
 ENDS = {"convert-gguf": ".gguf", "tree": ".html", "plan": ".svg", "migrate": ".toml"}
@@ -74,6 +75,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "model", folder / "damaged")
     for file in (folder / "damaged").glob("*.safetensors"):
         file.write_bytes(b"damaged")
+    (folder / "speech").mkdir()
+    whisper = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    (folder / "speech" / "config.json").write_text(json.dumps(whisper))
+    shutil.copy(folder / "model" / "model.safetensors", folder / "speech")
     (folder / "adapter").mkdir()
     config = {"peft_type": "LORA", "base_model_name_or_path": str(folder / "damaged")}
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))

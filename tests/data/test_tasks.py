@@ -159,7 +159,7 @@ def test_record_names_each_entity_once(tmp_path: Path) -> None:
     assert found.idx == (2, 8)
     row["passage"]["entities"] = [{"start": 0, "end": 99}]
     put(tmp_path, "train.jsonl", lines(row))
-    with pytest.raises(DataError, match=r"passage, entities 0: the span from character 0 to 100"):
+    with pytest.raises(DataError, match=r"passage, entities 0: the span from 0 to 100"):
         read_task("ReCoRD", tmp_path, "train")
 
 

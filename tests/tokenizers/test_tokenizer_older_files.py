@@ -283,9 +283,9 @@ def test_spiece_models_that_are_not_read(spiece: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     for content, message in (
         (model.getvalue(), "of type BPE .supported: unigram"),
-        (whole[: len(whole) // 2], "not a sentencepiece model"),
-        (b"{}", "not a sentencepiece model"),
-        (b"", "not a sentencepiece model"),
+        (whole[: len(whole) // 2], "not a SentencePiece model"),
+        (b"{}", "not a SentencePiece model"),
+        (b"", "not a SentencePiece model"),
     ):
         file.write_bytes(content)
         with pytest.raises(DataError, match=message):

@@ -170,7 +170,7 @@ def examples_of(
     """Yield the name and text of every string in the rows of a test set, at any nesting level.
 
     Args:
-        source: path of a .jsonl, .json or .parquet file, or rows from `bmforge.data.tasks`.
+        source: path of a JSON file or a table, or rows from `bmforge.data.tasks`.
         name: name of the set (default: the file's name).
 
     Raises:
