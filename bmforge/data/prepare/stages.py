@@ -384,7 +384,7 @@ def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) 
     def note_skip(number: int, skip: SkippedEntry) -> None:
         key = keys.of(stage)[number]
         skips = [*_known_skips(journal, stage, number, key), skip]
-        journal.add(f"{stage} skips", number, key, {}, [list(entry) for entry in skips])
+        journal.add(f"{stage} blames", number, key, {}, [list(entry) for entry in skips])
 
     with ProgressBar(title, len(tasks)) as bar:
         bar.advance(len(tasks) - len(parts))
@@ -396,5 +396,5 @@ def _each(work: _Work, stage: str, run: Work, tasks: Sequence[Any], title: str) 
 
 
 def _known_skips(journal: Journal, stage: str, number: int, key: str) -> tuple[SkippedEntry, ...]:
-    rows = journal.find(f"{stage} skips", number, key) or ()
+    rows = journal.find(f"{stage} blames", number, key) or ()
     return tuple(SkippedEntry(*row) for row in rows)
