@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,12 @@ from bmforge.nn.losses import check_classes, find_labeled, find_tiling, split_ch
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits, TiledSoftmax, Tiling
 
-__all__ = ["backward_tiles", "linear_logprobs"]
+__all__ = ["Derive", "Differentiate", "TiledScores", "linear_logprobs"]
+
+# Function (tile of logits, tokens, first column) that overwrites the tile with its gradient.
+Differentiate = Callable[[Tensor, slice, int], None]
+# Function (gradient of the scores, *three saved values) -> `Differentiate`.
+Derive = Callable[..., Differentiate]
 
 
 class _Options(NamedTuple):
@@ -34,7 +40,57 @@ class _Options(NamedTuple):
     softcap: float | None
 
 
-class _LinearLogprobs(torch.autograd.Function):
+class TiledScores(torch.autograd.Function):
+    """Base of autograd functions that score tokens; backward recomputes the logits tile by tile.
+
+    The inputs are those of `TiledLoss`: hidden states, weight, bias, three arguments without
+    gradient, and then pairs of low-rank factors.
+    """
+
+    @staticmethod
+    def open_head(inputs: Sequence[Any], vocab: VocabCut | None) -> tuple[TiledHead, Tiling]:
+        """Return a head without gradients and its tile sizes; no tile stays in memory."""
+        hidden, weight, bias, *added = inputs
+        tiling = find_tiling(hidden, weight, vocab)._replace(keeps=False)
+        needs = (False,) * (6 + len(added))
+        return TiledHead(hidden, weight, bias, added, needs, wide_dtype(hidden.dtype)), tiling
+
+    @staticmethod
+    def keep_(
+        ctx: Any, inputs: Sequence[Any], values: Sequence[Tensor], derive: Derive, softcap: Any
+    ) -> None:
+        """Save the head's inputs and three `values`, which backward passes to `derive`."""
+        hidden, weight, bias, *added = inputs
+        is_tensor = isinstance(weight, Tensor)  # a quantized weight is a `PackedRows` object
+        ctx.rows = None if is_tensor else weight
+        ctx.save_for_backward(hidden, weight if is_tensor else None, bias, *values, *added)
+        ctx.derive, ctx.softcap = derive, softcap
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        values, added = saved[:3], saved[3:]
+        weight = ctx.rows if weight is None else weight
+        inputs, wide = (hidden, weight, bias, *added), wide_dtype(hidden.dtype)
+        differentiate_ = ctx.derive(grads[0].to(wide), *values)
+        head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
+        logits = TiledLogits(head, ctx.tiling, ctx.softcap)
+        unit = torch.ones((), dtype=wide, device=hidden.device)
+        for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
+            tokens = slice(start, start + count)
+            for first, size in split_chunks(weight.shape[0], ctx.tiling.columns):
+                tile = logits.make(tokens, first, size)
+                differentiate_(tile, tokens, first)
+                head.collect_(logits.narrow(tile, unit), tokens, slice(first, first + size))
+            head.finish_tokens_(tokens)
+        cast = [
+            None if grad is None or tensor is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(head.grads, inputs, strict=True)
+        ]
+        return *cast[:3], None, None, None, *cast[3:]
+
+
+class _LinearLogprobs(TiledScores):
     """Autograd function of `linear_logprobs`; returns the three scores, (3, M)."""
 
     @staticmethod
@@ -48,66 +104,18 @@ class _LinearLogprobs(torch.autograd.Function):
         unused: None,
         *added: Tensor,
     ) -> Tensor:
-        wide = wide_dtype(hidden.dtype)
-        tiling = find_tiling(hidden, weight, options.vocab)._replace(keeps=False)
-        head = TiledHead(hidden, weight, bias, added, (False,) * (6 + len(added)), wide)
-        out, log_mass = _score_tiles(head, labels, options, tiling)
-        is_tensor = isinstance(weight, Tensor)  # a quantized weight is a `PackedRows` object
-        ctx.rows = None if is_tensor else weight
-        saved = (hidden, weight if is_tensor else None, bias, labels, log_mass, out[1], *added)
-        ctx.save_for_backward(*saved)
-        ctx.options, ctx.tiling = options, tiling
+        inputs = hidden, weight, bias, *added
+        head, ctx.tiling = TiledScores.open_head(inputs, options.vocab)
+        out, log_mass = _score_tiles(head, labels, options, ctx.tiling)
+        derive = partial(_derive, options)
+        TiledScores.keep_(ctx, inputs, (labels, log_mass, out[1]), derive, options.softcap)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, log_mass, entropy, *added = ctx.saved_tensors
-        weight = ctx.rows if weight is None else weight
-        wide = wide_dtype(hidden.dtype)
-        each = _Derivative(labels, grads[0].to(wide), log_mass, entropy, ctx.options)
-        cast = backward_tiles(
-            (hidden, weight, bias, *added),
-            ctx.needs_input_grad,
-            ctx.tiling,
-            ctx.options.softcap,
-            each.differentiate_,
-        )
-        return *cast[:3], None, None, None, *cast[3:]
 
-
-def backward_tiles(
-    inputs: Sequence[Any],
-    needs: Sequence[bool],
-    tiling: Tiling,
-    softcap: float | None,
-    differentiate_: Callable[[Tensor, slice, int], None],
-) -> list[Tensor | None]:
-    """Recompute a head's logits tile by tile; return the gradients of its inputs.
-
-    Args:
-        inputs: hidden states, weight, bias, and the low-rank factors.
-        needs: see `TiledHead`.
-        tiling: sizes of the tiles.
-        softcap: cap of the logits, see `TiledLogits`.
-        differentiate_: function (tile, tokens, first column) that overwrites a tile of logits with
-            the gradient of the loss.
-    """
-    hidden, weight, bias, *added = inputs
-    wide = wide_dtype(hidden.dtype)
-    head = TiledHead(hidden, weight, bias, added, needs, wide)
-    logits = TiledLogits(head, tiling, softcap)
-    unit = torch.ones((), dtype=wide, device=hidden.device)
-    for start, count in split_chunks(hidden.shape[0], tiling.tokens):
-        tokens = slice(start, start + count)
-        for first, size in split_chunks(weight.shape[0], tiling.columns):
-            tile = logits.make(tokens, first, size)
-            differentiate_(tile, tokens, first)
-            head.collect_(logits.narrow(tile, unit), tokens, slice(first, first + size))
-        head.finish_tokens_(tokens)
-    return [
-        None if grad is None or tensor is None else grad.to(tensor.dtype)
-        for grad, tensor in zip(head.grads, inputs, strict=True)
-    ]
+def _derive(
+    options: _Options, grad: Tensor, labels: Tensor, log_mass: Tensor, entropy: Tensor
+) -> Differentiate:
+    return _Derivative(labels, grad, log_mass, entropy, options).differentiate_
 
 
 def _score_tiles(

@@ -8,6 +8,7 @@ the vocabulary may be sharded over ranks.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bmforge.device import wide_dtype
 from bmforge.nn.distillation import HeadInput
-from bmforge.nn.logprobs import backward_tiles
+from bmforge.nn.logprobs import Differentiate, TiledScores
 from bmforge.nn.losses import find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits
@@ -116,7 +117,7 @@ class _Best:
             self._merge(values[rank, :, :width], ids[rank, :, :width])
 
 
-class _LinearSubsetLogprobs(torch.autograd.Function):
+class _LinearSubsetLogprobs(TiledScores):
     """Autograd function of `linear_subset_logprobs`."""
 
     @staticmethod
@@ -130,11 +131,10 @@ class _LinearSubsetLogprobs(torch.autograd.Function):
         unused: None,
         *added: Tensor,
     ) -> Tensor:
-        wide = wide_dtype(hidden.dtype)
-        tiling = find_tiling(hidden, weight, options.vocab)._replace(keeps=False)
-        head = TiledHead(hidden, weight, bias, added, (False,) * (6 + len(added)), wide)
+        inputs = hidden, weight, bias, *added
+        head, tiling = TiledScores.open_head(inputs, options.vocab)
         logits = TiledLogits(head, tiling, options.softcap)
-        out = hidden.new_empty((hidden.shape[0], ids.shape[1] + 1), dtype=wide)
+        out = hidden.new_empty((hidden.shape[0], ids.shape[1] + 1), dtype=head.wide)
         log_mass = torch.empty_like(out[:, :1])
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
@@ -154,27 +154,16 @@ class _LinearSubsetLogprobs(torch.autograd.Function):
             out[tokens, :-1], out[tokens, -1:] = picked, log_rest
             log_mass[tokens] = torch.logsumexp(out[tokens], -1, keepdim=True)
         out -= log_mass
-        is_tensor = isinstance(weight, Tensor)  # a quantized weight is a `PackedRows` object
-        ctx.rows = None if is_tensor else weight
-        saved = (hidden, weight if is_tensor else None, bias, ids, out, log_mass, *added)
-        ctx.save_for_backward(*saved)
-        ctx.options, ctx.tiling = options, tiling
+        ctx.tiling = tiling
+        derive = partial(_derive, options)
+        TiledScores.keep_(ctx, inputs, (ids, out, log_mass), derive, options.softcap)
         return out
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, out, log_mass, *added = ctx.saved_tensors
-        weight = ctx.rows if weight is None else weight
-        grad = grads[0].to(out.dtype) / ctx.options.temperature
-        each = _Derivative(ids, grad, out, log_mass, ctx.options)
-        cast = backward_tiles(
-            (hidden, weight, bias, *added),
-            ctx.needs_input_grad,
-            ctx.tiling,
-            ctx.options.softcap,
-            each.differentiate_,
-        )
-        return *cast[:3], None, None, None, *cast[3:]
+
+def _derive(
+    options: _Options, grad: Tensor, ids: Tensor, out: Tensor, log_mass: Tensor
+) -> Differentiate:
+    return _Derivative(ids, grad / options.temperature, out, log_mass, options).differentiate_
 
 
 class _Derivative:

@@ -113,7 +113,7 @@ def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
         tokenizer = _load_once(tokenizer, make_key(digest_files(tokenizer)))
     name = f"{task.number:06d}"
     files: dict[str, str] = {}
-    beside = task.folder / f"{name}.{os.getpid()}.partial"
+    staging = task.folder / f"{name}.{os.getpid()}.partial"
     result: dict[str, Any] = {"files": files}
     for side, of in enumerate(SIDES):
         texts = _texts(task, side, beat)
@@ -121,13 +121,13 @@ def encode_shard(part: StagePart, beat: Beat) -> dict[str, Any]:
         if first is None:
             result[of] = asdict(EncodeCount())
             continue
-        prefix = beside / f"{name}.{of}"
+        prefix = staging / f"{name}.{of}"
         count = encode_quietly(_chain(first, texts), tokenizer, prefix, task.eos_id)
         result[of] = asdict(count)
-    prefixes = [beside / f"{name}.{of}" if result[of]["documents"] else None for of in SIDES]
+    prefixes = [staging / f"{name}.{of}" if result[of]["documents"] else None for of in SIDES]
     dropped, summary = _sum_up(task, prefixes)
     result["summary"] = summary.to_record()
-    _move_out(beside, task.folder, files)
+    _move_out(staging, task.folder, files)
     with write_hashed(task.folder / f"{name}.dropped.jsonl", files) as file:
         file.write(dropped.lines().encode())
     return result
@@ -204,12 +204,12 @@ def _license(document: Document) -> str:
     return "" if name == UNKNOWN else name
 
 
-def _move_out(beside: Path, folder: Path, files: dict[str, str]) -> None:
-    """Move the stores' files from `beside` to `folder`, and record their hashes in `files`."""
-    if not beside.exists():
+def _move_out(source: Path, folder: Path, files: dict[str, str]) -> None:
+    """Move the stores' files from `source` to `folder`, and record their hashes in `files`."""
+    if not source.exists():
         return
-    for path in sorted(beside.iterdir()):
+    for path in sorted(source.iterdir()):
         files[path.name] = digest_file(path)
         os.replace(path, folder / path.name)
-    beside.rmdir()
+    source.rmdir()
     sync_directory(folder)
