@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from bmforge.cli.options import InfoCommand
 from bmforge.config import config_to_dict
 from bmforge.files import find_export
 from bmforge.models.config import ModelConfig
-from bmforge.models.hub import Backend, find_config
+from bmforge.models.hub import FAMILIES, Backend, find_config
 from bmforge.provenance import describe_provenance, read_provenance
 from bmforge.surgery import persistent_tensors
 from bmforge.tune.delta.files import is_delta_dir
@@ -21,7 +22,11 @@ __all__ = ["describe_delta", "describe_model", "run_info"]
 
 
 def run_info(command: InfoCommand) -> None:
-    """Print the parameters, FLOPs and KV cache size of a model, or an adapter's model card."""
+    """Print the sizes of a model, an adapter's model card, or the names of all presets."""
+    if command.name is None:
+        presets = {name: list(family.config_class.presets) for name, family in FAMILIES.items()}
+        print(json.dumps(presets, indent=1) if command.json else describe_presets(presets))
+        return
     name = str(find_export(command.name))
     if is_delta_dir(name):
         if command.json:
@@ -33,6 +38,18 @@ def run_info(command: InfoCommand) -> None:
         print(json.dumps(measure_model(name, command.seq_len, command.backend), indent=1))
         return
     print(describe_model(name, command.seq_len, command.backend))
+
+
+def describe_presets(presets: Mapping[str, Sequence[str]]) -> str:
+    """Return a paragraph per native family with the names of its presets."""
+    paragraphs = [
+        textwrap.fill(
+            f"{family}: {', '.join(names)}", 100, subsequent_indent="    ", break_on_hyphens=False
+        )
+        for family, names in presets.items()
+        if names
+    ]
+    return "\n".join(paragraphs)
 
 
 def describe_delta(directory: Path) -> str:

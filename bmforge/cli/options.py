@@ -299,7 +299,7 @@ class InfoCommand:
     """Show the size, compute and config of a model, or the model card of an adapter.
 
     Args:
-        name: name of a preset, or a model directory.
+        name: name of a preset, or a model directory; without it, all presets are listed.
         seq_len: sequence length in tokens, for the FLOPs of attention (if None: the model's
             maximum).
         json: print the config and the measurements, or an adapter's config, as JSON.
@@ -307,7 +307,7 @@ class InfoCommand:
             ("native" if bmforge supports the architecture, else "transformers").
     """
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str | None, tyro.conf.Positional] = None
     seq_len: int | None = None
     json: bool = False
     backend: Literal["auto", "native", "transformers"] = "auto"

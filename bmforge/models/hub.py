@@ -59,8 +59,8 @@ def find_preset(name: str) -> tuple[type[Model], ModelConfig]:
             "with config.json and weights."
         )
     raise ConfigError(
-        f"unknown preset {name!r}.{suggest(name, names)} docs/reference/presets.md lists the "
-        "presets; for another model, pass its directory with config.json."
+        f"unknown preset {name!r}.{suggest(name, names)} `bmforge info` lists the presets; "
+        "for another model, pass its directory with config.json."
     )
 
 
@@ -290,7 +290,7 @@ def _describe_unknown(kind: str, raw: dict[str, Any], backend: str) -> str:
         hint = suggest(kind, native)
         return (
             f"model_type={kind!r} has no native family.{hint} Leave backend out to load it "
-            "with transformers; docs/reference/capabilities.md lists the native families."
+            "with transformers; `bmforge info` lists the native families."
         )
     if "auto_map" in raw:
         return (

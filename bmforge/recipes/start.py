@@ -93,7 +93,7 @@ def find_start(name: str) -> Start:
         raise ConfigError(
             f"unknown model: model={name!r} (expected: a preset, a family, a directory, or "
             f"the id of a hub model with its owner, such as openai-community/gpt2).{hint} "
-            "docs/reference/presets.md lists all presets and families."
+            "`bmforge info` lists all presets and families."
         )
     return _start_from(name)
 

@@ -157,6 +157,14 @@ def test_info_of_a_preset() -> None:
     assert matrices * 0.999 <= flops <= (matrices + 12 * layers * d * 512) * 1.001
 
 
+def test_info_without_a_name_lists_the_presets_of_the_page() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "presets.md"
+    presets = re.findall(r"^\| `(\S+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    listed, as_json = bmforge("info"), bmforge("info", "--json")
+    assert [name for names in json.loads(as_json[0].out).values() for name in names] == presets
+    assert re.findall(r"[ ]([^\s,]+)(?=[,\n])", listed[0].out) == presets
+
+
 def test_info_is_what_the_page_shows() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "guides" / "models.md"
     (shown,) = re.findall(r"```text\n(gpt2: GPT2\n.*?)```", page.read_text(), re.DOTALL)

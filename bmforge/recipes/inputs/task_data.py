@@ -67,9 +67,8 @@ class TaskDataConfig(ExampleConfig):
     def _check_published(self, task: str) -> None:
         if task not in TASKS:
             raise ConfigError(
-                f"unknown task: data.task={task!r}.{suggest(task, TASKS)} "
-                "docs/guides/finetuning.md lists the published tasks; for a custom task, set "
-                "data.labels instead."
+                f"unknown task: data.task={task!r} (published tasks: {', '.join(TASKS)})."
+                f"{suggest(task, TASKS)} For a custom task, set data.labels instead."
             )
         if self.fields:
             raise ConfigError(
