@@ -145,7 +145,7 @@ def run_layers(
     share = None if cut is None or cache is not None else cut(length)
     inputs["bias"] = _find_biases(layers, inputs.get("bias"))
     if share is not None:
-        x, masks, inputs = share.enter(x, masks, inputs)
+        x, masks, inputs = share.shard_inputs(x, masks, inputs)
     states: list[Tensor] = [x]
     router_logits: list[Tensor] = []
     span, biases = span_of(layers), inputs.pop("bias")

@@ -19,7 +19,7 @@ from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
 from bmforge.nn.packed_linear import quantize_norm
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop, hold_weights
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.window import WindowAttention
 from bmforge.surgery import wrappers_of
 
@@ -147,8 +147,8 @@ class Block(nn.Module):
         layer_index: index of the block in the stack, and initially in the KV cache.
 
     Attributes:
-        agree: function that makes all ranks that share a sequence use the same random number; set
-            by layouts.
+        sync_random: function that makes all ranks that share a sequence use the same random
+            number; set by layouts.
 
     Shape:
         x: (B, T, D) -> (B, T, D); a mixture of experts also returns the router logits, (B * T, E)
@@ -160,7 +160,7 @@ class Block(nn.Module):
         self.norm_place = spec.norm_place
         self.dropout, self.layer_drop = spec.residual_dropout, spec.layer_drop
         self.sum_scale, self.guards_half = spec.sum_scale, spec.guards_half
-        self.agree: Pass = pass_on
+        self.sync_random: TensorFn = identity
         self.attn: Attention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             norm = build_norm(spec.norm, spec.hidden_size) if spec.norms_attn else nn.Identity()
@@ -315,7 +315,7 @@ class Block(nn.Module):
         """
         if not self.layer_drop or not self.training:
             return after
-        sample = self.agree(torch.rand((), device=before.device))
+        sample = self.sync_random(torch.rand((), device=before.device))
         return torch.where(sample < self.layer_drop, before, after)
 
 

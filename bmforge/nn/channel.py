@@ -68,7 +68,7 @@ class Gain(AdapterModule):
 
     def __init__(self, width: int, into: bool, like: Tensor) -> None:
         super().__init__()
-        self.enters = into  # type: ignore[misc]
+        self.changes_input = into  # type: ignore[misc]
         self.cut_styles = frozenset(  # type: ignore[misc]
             {"", "row", "column", "key_value"} if into else {"", "column", "key_value", "part"}
         )
@@ -76,19 +76,19 @@ class Gain(AdapterModule):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization (ones) and sharding (by channel) of the factors."""
-        return {"weight": TensorNote("ones", {"row": 0} if self.enters else _ENDS)}
+        return {"weight": TensorNote("ones", {"row": 0} if self.changes_input else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` times the factors."""
         return (x * self.weight.to(x.dtype)).to(x.dtype)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def change_input(self, x: Tensor) -> Tensor:
         """Scale the module's input."""
         return self(x)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Scale the module's output, unless the input is scaled."""
-        return out if self.enters else self(out)
+        return out if self.changes_input else self(out)
 
 
 @dataclass(frozen=True)

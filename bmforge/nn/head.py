@@ -104,7 +104,7 @@ class LMHead(nn.Linear):
             if divisor is None:
                 divisor = (labels != IGNORE_INDEX).sum().clamp(min=1)
             x, labels, divisor = self.pick_tokens(x, labels, divisor)
-        x = x if vocab is None else vocab.enter(x)
+        x = x if vocab is None else vocab.sum_backward(x)
         inputs = self._inputs(x, more_rows, is_sliced=measure is None or callable(num_items))
         if measure is None:
             hidden, rows, bias, added, cap = inputs
@@ -130,14 +130,14 @@ class LMHead(nn.Linear):
         if vocab is not None:
             # They follow the last row of the last rank. The other ranks use an empty slice,
             # which keeps the gradient's all-reduce in their graphs.
-            more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
+            more_rows = vocab.sum_backward(more_rows)[: None if vocab.is_last else 0]
         weight = torch.cat((weight, more_rows))
         bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
         pairs = tuple((low, _lengthen(up, weight)) for low, up in added)
         return HeadInput(x, weight, bias, pairs, self.softcap)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
-        x = x if self.vocab is None else self.vocab.enter(x)
+        x = x if self.vocab is None else self.vocab.sum_backward(x)
         logits = self.score(x)
         for shift in self._shifts():
             logits = logits + shift.to(logits.dtype)

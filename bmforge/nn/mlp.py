@@ -17,7 +17,7 @@ from bmforge.nn.linear import Linear
 from bmforge.nn.packed_linear import multiply_jointly, quantize_gated
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 
 __all__ = [
     "ACTIVATIONS",
@@ -132,7 +132,7 @@ class MLP(nn.Module):
         spec: other hyperparameters of the MLP.
 
     Attributes:
-        enter: function applied to `x` first; set by layouts that shard the projections.
+        input_fn: function applied to `x` first; set by layouts that shard the projections.
 
     Shape:
         x: (..., D) -> (..., D)
@@ -140,7 +140,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
-        self.enter: Pass = pass_on
+        self.input_fn: TensorFn = identity
         self.activation = get_activation(spec.activation)
         self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
@@ -151,7 +151,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """Apply the projections and the activation; `x` may be quantized for `projections`."""
-        x = x if isinstance(x, QuantizedRows) else self.enter(x)
+        x = x if isinstance(x, QuantizedRows) else self.input_fn(x)
         up, *gates = multiply_jointly(x, self.projections())
         gate = gates[0] if gates else None
         is_plain = not (self.widens_half or self.training)

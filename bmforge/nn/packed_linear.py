@@ -19,7 +19,7 @@ from bmforge.nn.packed_store import MatrixStore
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.products import FEW_DEVICE_TOKENS, numbers_of, takes_device_groups
 from bmforge.nn.quantized_rows import QuantizedRows
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.shard_hooks import identity
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = ["QuantizedLinear", "joint_group", "multiply_jointly", "quantize_gated", "quantize_norm"]
@@ -140,7 +140,7 @@ def _group_read(x: Tensor, reader: Any) -> int:
     # A subclass with another forward may need the hidden states themselves.
     if not {"forward", "projections"} <= vars(type(reader)).keys() or not _is_undisturbed(reader):
         return 0
-    if reader.enter is not pass_on:
+    if reader.input_fn is not identity:
         return 0
     group = joint_group(x, reader.projections())
     return 0 if group & (group - 1) or x.shape[-1] > 1 << 14 else group

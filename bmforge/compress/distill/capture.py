@@ -176,12 +176,12 @@ class Recorder:
     def watch_attention_(self, model: nn.Module, name: str) -> None:
         """Record queries, keys, values and mask of an attention module."""
         attn = find_attention(model, name)
-        own = attn.mix
-        attn.mix = noting = partial(_note_mix, self, name, attn.softcap, own)
+        own = attn.attention_fn
+        attn.attention_fn = noting = partial(_note_mix, self, name, attn.softcap, own)
 
         def undo() -> None:
-            if attn.mix is noting:
-                attn.mix = own
+            if attn.attention_fn is noting:
+                attn.attention_fn = own
 
         self._undo.append(undo)
 

@@ -217,7 +217,7 @@ class PackedStep:
         """Return the input of the first block, (1, T, D), and the rotary tables."""
         on_device = tables.at(self.cache.device)
         positions = self.model.positions_behind_prefix(on_device.positions[None])
-        x = self._enter(on_device.ids[None], positions)
+        x = self._embed_tokens(on_device.ids[None], positions)
         return x, rope_tables(self.model.spec, positions, x.dtype)
 
     def _run_torch(
@@ -243,20 +243,20 @@ class PackedStep:
         attentions = (layer.attn for layer in self.model.layers.values())
         return {attn.window for attn in attentions if attn is not None}
 
-    def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first block; embedding projections run token by token."""
         if not self.model.spec.embed_size:
-            return self.model.enter(ids, positions)
+            return self.model.embed_tokens(ids, positions)
         pairs = zip(ids.split(1, 1), positions.split(1, 1), strict=True)
-        return torch.cat([self.model.enter(*pair) for pair in pairs], 1)
+        return torch.cat([self.model.embed_tokens(*pair) for pair in pairs], 1)
 
     def _score(self, x: Tensor) -> Tensor:
         """Return the logits of the last block's output: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
         if not is_host(x.device):  # one read of the head's weight for all rows
-            return self.model.lm_head(self.model.leave(x[None])[0]).float()
-        left = [self.model.leave(some[None])[0] for some in x.split(_norm_rows(self.model))]
+            return self.model.lm_head(self.model.project_last(x[None])[0]).float()
+        left = [self.model.project_last(some[None])[0] for some in x.split(_norm_rows(self.model))]
         return _score_rows(self.model.lm_head, torch.cat(left)).float()
 
 

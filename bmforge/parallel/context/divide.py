@@ -39,7 +39,7 @@ __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
 # (queries, keys, values, mask, bias, causal, scale, dropout, prefix), the last being optional;
 # see `nn.attention.mix_values`.
-Mix = Callable[..., Tensor]
+AttentionFn = Callable[..., Tensor]
 Pair = tuple[Tensor, Tensor]
 
 
@@ -76,12 +76,12 @@ def apply_context_parallel_(
             if _is_window(attn):
                 _gather_window_attention_(attn)
             else:
-                attn.mix = _shard_mix(attn, method, group.rank())
+                attn.attention_fn = _shard_mix(attn, method, group.rank())
                 if method == "gather" and getattr(attn, "softcap", None) is not None:
-                    attn.mix = partial(attn.mix, is_plain=False)
+                    attn.attention_fn = partial(attn.attention_fn, is_plain=False)
         for block in stack.children():
             if getattr(block, "layer_drop", 0.0):
-                fill_slot_(block, "agree", partial(_take_first, group))
+                fill_slot_(block, "sync_random", partial(_take_first, group))
     for module in model.modules():
         if hasattr(module, "pick_tokens"):
             fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
@@ -89,10 +89,10 @@ def apply_context_parallel_(
             fill_slot_(module, "join_tokens", partial(_join_tokens, group))
 
 
-def _shard_mix(attn: Any, method: str, rank: int) -> Mix:
-    """Return the function that computes an attention module's `mix` on sharded tokens."""
+def _shard_mix(attn: Any, method: str, rank: int) -> AttentionFn:
+    """Return the function that computes an attention module's `attention_fn` on sharded tokens."""
     if not getattr(attn, "alibi", False):
-        return partial(METHODS[method], attn.mix)
+        return partial(METHODS[method], attn.attention_fn)
     if method == "ulysses":
         return partial(_mix_by_heads, partial(mix_values, slopes=partial(_own_slopes, attn, rank)))
     return partial(_mix_with_alibi, METHODS[method], attn)
@@ -132,7 +132,7 @@ def context_problems(
                 "named `attn`"
             )
         ]
-    if any(not hasattr(attn, "mix") for attn in attentions):
+    if any(not hasattr(attn, "attention_fn") for attn in attentions):
         return [
             (
                 f"cp={size}: the attention of {name} does not support keys and values of other "
@@ -165,7 +165,7 @@ def _is_window(attn: nn.Module) -> bool:
 
 
 def _mix_gathered(
-    inner: Mix,
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -215,7 +215,7 @@ def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
 
 
 def _mix_in_ring(
-    inner: Mix,
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -237,7 +237,7 @@ def _mix_in_ring(
 
 
 def _mix_with_alibi(
-    method: Mix,
+    method: AttentionFn,
     attn: Any,
     query: Tensor,
     key: Tensor,
@@ -251,7 +251,7 @@ def _mix_with_alibi(
 ) -> Tensor:
     """Compute gathered or ring attention with the ALiBi bias of this rank's tokens."""
     if not isinstance(mask, MaskWithShare):
-        inner: Mix = partial(mix_values, slopes=attn.slopes)
+        inner: AttentionFn = partial(mix_values, slopes=attn.slopes)
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share = mask.share
     if mask.mask is None and causal:
@@ -265,7 +265,7 @@ def _mix_with_alibi(
 
 
 def _mix_by_heads(
-    inner: Mix,
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -300,7 +300,7 @@ def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
 
-METHODS: dict[str, Mix] = {
+METHODS: dict[str, AttentionFn] = {
     "gather": _mix_gathered,
     "ring": _mix_in_ring,
     "ulysses": _mix_by_heads,
@@ -321,12 +321,12 @@ def _on_all_tokens(
 ) -> Tensor:
     if not isinstance(mask, MaskWithShare):
         return inner(x, mask, *more, **named)
-    enter, pick_own = attn.enter, attn.pick_own
-    attn.enter, attn.pick_own = (lambda own: mask.share.gather(enter(own))), mask.share.take
+    input_fn, pick_own = attn.input_fn, attn.pick_own
+    attn.input_fn, attn.pick_own = (lambda own: mask.share.gather(input_fn(own))), mask.share.take
     try:
         return inner(x, mask.mask, *more, **named)
     finally:
-        attn.enter, attn.pick_own = enter, pick_own
+        attn.input_fn, attn.pick_own = input_fn, pick_own
 
 
 def _pick_tokens(

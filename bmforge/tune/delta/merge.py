@@ -234,7 +234,7 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
         return
     first, later = chain[: sum(inside)], chain[sum(inside) :]
-    scales_input = any(isinstance(link.part, Gain) and link.part.enters for link in first)
+    scales_input = any(isinstance(link.part, Gain) and link.part.changes_input for link in first)
     takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in later)
     if all(inside[: len(first)]) and not scales_input and not takes_norms:
         return
@@ -295,7 +295,7 @@ def _merged_values(
     before = dict(values)
     # Factors on the input are applied last, because all adapters of the layer see the scaled input.
     for link in sorted(
-        chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.enters
+        chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.changes_input
     ):
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
@@ -342,9 +342,9 @@ def _apply_low_rank(
 def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: Any) -> None:
     factor = 1 + weight * (full_precision(part.weight) - 1)
     is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
-    by_row = part.enters != is_plain
+    by_row = part.changes_input != is_plain
     values["weight"] = values["weight"] * (factor[:, None] if by_row else factor)
-    if "bias" in values and not part.enters:
+    if "bias" in values and not part.changes_input:
         values["bias"] = values["bias"] * factor
 
 

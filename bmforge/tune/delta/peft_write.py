@@ -261,8 +261,8 @@ def _join_gain(
         torch.ones(rows_of(model, n)) if part is None else part.weight.detach()
         for n, part in zip(owners, parts, strict=True)
     ]
-    enters = any(part is not None and part.enters for part in parts)
-    if enters:
+    changes_input = any(part is not None and part.changes_input for part in parts)
+    if changes_input:
         first = next(p.weight.detach() for p in parts if p is not None)
         return {f"{start}ia3_l": first[None]}, []
     return {f"{start}ia3_l": torch.cat([p.to(chunks[-1].dtype) for p in chunks])[:, None]}, []
@@ -342,7 +342,7 @@ def write_config(
     module = model.get_submodule(first.owner)
     config["fan_in_fan_out"] = turned or hasattr(module, "nf")
     if delta.kind == "gain":
-        into = [h.owner for h in delta.held if h.part.enters]
+        into = [h.owner for h in delta.held if h.part.changes_input]
         config["feedforward_modules"] = sorted({names.of(n) for n in into})
         return config
     options = delta.describe()["options"]

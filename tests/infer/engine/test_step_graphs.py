@@ -161,8 +161,8 @@ def change_forward(model: Any) -> None:
 
 
 def change_mix(model: Any) -> None:
-    own = model.layers["1"].attn.mix
-    model.layers["1"].attn.mix = lambda *args: own(*args)
+    own = model.layers["1"].attn.attention_fn
+    model.layers["1"].attn.attention_fn = lambda *args: own(*args)
 
 
 def change_class(model: Any) -> None:
@@ -170,7 +170,7 @@ def change_class(model: Any) -> None:
 
 
 def change_head(model: Any) -> None:
-    model.leave = lambda x: 2 * x
+    model.project_last = lambda x: 2 * x
 
 
 @pytest.mark.parametrize(
