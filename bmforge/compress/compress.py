@@ -31,7 +31,7 @@ from bmforge.compress.report import (
     measure_zeros,
 )
 from bmforge.errors import ConfigError
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import whole_tensor
 from bmforge.surgery import copy_to_meta, persistent_tensors
 
@@ -240,7 +240,7 @@ def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
     """Return the model or, if it is parallelized, an unsharded model with the same values."""
     if not any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values()):
         return model
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None and record.pipeline is not None:
         raise ConfigError(
             "the model is split into pipeline stages, so no process has all of it. Use a layout "

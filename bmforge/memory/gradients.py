@@ -18,7 +18,7 @@ from bmforge.device import wide_dtype
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.state_storage import StateStorage
-from bmforge.records import laid_out, note_, side_of, units_of
+from bmforge.records import find_parallel_record, metadata_of, set_metadata_, units_of
 from bmforge.shards import local_tensor
 
 __all__ = [
@@ -106,7 +106,7 @@ class OffloadedGradient:
         self._factors: list[float] = []
         self._count = 0
         self._ticket: Ticket | None = None
-        note_(parameter, offloaded_gradient=self)
+        set_metadata_(parameter, offloaded_gradient=self)
         # A weak reference: autograd's hooks are invisible to the garbage collector.
         leave = weakref.WeakMethod(self._leave)
 
@@ -151,7 +151,7 @@ class OffloadedGradient:
         """Stop offloading, so that later gradients stay in `.grad`."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
-            note_(parameter, offloaded_gradient=None)
+            set_metadata_(parameter, offloaded_gradient=None)
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -188,7 +188,7 @@ class OffloadedGradient:
 
 def offloaded_gradient(parameter: Tensor) -> OffloadedGradient | None:
     """Return the `OffloadedGradient` of a parameter, or None if its gradient is not offloaded."""
-    left: OffloadedGradient | None = side_of(parameter).offloaded_gradient
+    left: OffloadedGradient | None = metadata_of(parameter).offloaded_gradient
     return left if left is not None and left.is_here else None
 
 
@@ -204,7 +204,7 @@ def wait_before_use(
         handles that remove the hooks.
     """
     units = _outermost(unit.module for unit in units_of(model) if unit.is_gathered)
-    record = laid_out(model)
+    record = find_parallel_record(model)
     ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
     inside = {id(parameter) for part in owned for parameter in part}

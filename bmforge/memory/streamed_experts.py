@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.memory.packed import PackedBlock, Slot, give_device_, packed_bytes
-from bmforge.records import note_
+from bmforge.records import set_metadata_
 from bmforge.surgery import wrap_forward_
 
 __all__ = [
@@ -115,7 +115,7 @@ class ExpertStreamer:
             weights = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
             PackedBlock(name, module, weights, device).hide()
             for key, tensor in weights.items():
-                note_(tensor, origin=_StreamedExperts(self, key, tensor))
+                set_metadata_(tensor, origin=_StreamedExperts(self, key, tensor))
             wrap_forward_(module, partial(self._run, number), "weights")
 
     @property

@@ -36,7 +36,7 @@ from bmforge.models.weight_names import WeightNames
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
 from bmforge.provenance import Provenance, read_provenance
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
 
@@ -289,12 +289,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
     @property
     def _pipeline(self) -> Any:
         """Runner of the pipeline stages; None without a pipeline."""
-        record = laid_out(self)
+        record = find_parallel_record(self)
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
         """Return the full model: a copy on the meta device for a pipeline stage, else `self`."""
-        record = laid_out(self)
+        record = find_parallel_record(self)
         return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:

@@ -25,12 +25,12 @@ from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.schedules import smallest_schedule
 from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
-from bmforge.records import Cuts, Unit, find_units
+from bmforge.records import Unit, UnitRules, find_units
 
 __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems"]
 
 
-class Rules(PipelineRules, Cuts, Protocol):
+class Rules(PipelineRules, UnitRules, Protocol):
     """Interface of `models.LayoutRules`, the sharding rules of a model.
 
     They are name globs of the parameters to shard and of the first and last pipeline modules.

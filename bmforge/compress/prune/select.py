@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.masks import keep_2_of_4, keep_2_of_4_both_ways, keep_largest
 from bmforge.device import device_at
-from bmforge.shards import is_first_replica, laid_out_like, local_box, whole_tensor
+from bmforge.shards import is_first_replica, local_box, shard_like, whole_tensor
 
 __all__ = ["Scored", "choose_masks", "mask_matrix", "matrices_in"]
 
@@ -77,7 +77,7 @@ def choose_masks(
         yield from _choose_globally(scored, names, share)
         return
     for name, entry in scored.items():
-        scores = whole_tensor(laid_out_like(entry.scores, entry.parameter))
+        scores = whole_tensor(shard_like(entry.scores, entry.parameter))
         mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
         parts = zip(matrices_in(entry.module, mask), matrices_in(entry.module, scores), strict=True)
         for target, part in parts:
@@ -167,7 +167,7 @@ def _cut_at(
         entry = scored[name]
         keys = _ordered(entry.scores).view(entry.scores.shape)
         if 0 < going < count:
-            full_keys = whole_tensor(laid_out_like(keys, entry.parameter))
+            full_keys = whole_tensor(shard_like(keys, entry.parameter))
             on = (full_keys == border).flatten()
             mask = (full_keys > border) | (on & (on.cumsum(0) > going)).view(full_keys.shape)
             yield name, mask[local_box(entry.parameter).slices].contiguous()

@@ -34,7 +34,7 @@ from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
 from bmforge.nn.softcap import cap_softly
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.surgery import wrappers_of
 from bmforge.tune.delta.selection import (
     DeltaNames,
@@ -77,7 +77,7 @@ def shares_passes(model: Any) -> bool:
     Passes are shared if weights are streamed in every pass, and on accelerators, which need large
     batches.
     """
-    streamers = getattr(laid_out(model), "streamers", ())
+    streamers = getattr(find_parallel_record(model), "streamers", ())
     return bool(streamers) or not next(model.parameters()).is_cpu
 
 

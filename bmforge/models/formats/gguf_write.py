@@ -36,7 +36,7 @@ from bmforge.models.rotary import rope_to_hf
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
 from bmforge.provenance import to_metadata
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["GgufType", "write_gguf"]
@@ -155,7 +155,7 @@ def _find(model: Model) -> Architecture:
         raise ConfigError(
             f"this {name} has changes that GGUF does not support. Merge its adapters first."
         )
-    if laid_out(model) is not None:
+    if find_parallel_record(model) is not None:
         raise ConfigError(
             f"this {name} is parallelized. Save it with save_pretrained, and convert the "
             "saved model."

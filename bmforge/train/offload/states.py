@@ -22,7 +22,7 @@ from bmforge.memory.spill import SpillFile, format_bytes
 from bmforge.memory.state_storage import StateStorage, storage_bytes
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
-from bmforge.records import laid_out, note_
+from bmforge.records import find_parallel_record, set_metadata_
 from bmforge.shards import is_streamed, local_tensor, source_of
 from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon, OffloadedParameter
 
@@ -136,7 +136,7 @@ class StateOffload:
             if key in self._narrow:
                 local = local_tensor(offloaded.parameter)
                 local.copy_(offloaded.master.fetch().view(local.shape))
-            note_(offloaded.parameter, master=None)
+            set_metadata_(offloaded.parameter, master=None)
             offloaded.master = None
         self._narrow = set()
         while self._hooks:
@@ -206,7 +206,7 @@ class StateOffload:
                 local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk
             )
             offloaded.master.put(0, source_of(parameter).read())
-            note_(parameter, master=offloaded.master)
+            set_metadata_(parameter, master=offloaded.master)
         return offloaded
 
     def _has_master(self, parameter: Tensor) -> bool:
@@ -302,7 +302,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
     """Return the objects that stream a model's blocks; () if its weights are not streamed."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     return () if record is None else record.streamers
 
 

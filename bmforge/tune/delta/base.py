@@ -27,9 +27,9 @@ from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.attached import (
     AttachedModule,
     deltas_of,
-    is_laid_out,
+    is_parallelized,
     part_around,
-    refuse_laid_out,
+    refuse_parallelized,
 )
 from bmforge.tune.delta.records import check_patterns, order_changes_, rename_options
 from bmforge.tune.delta.selection import accept_adapter_names_
@@ -88,7 +88,7 @@ class AttachedDelta:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        refuse_laid_out(model, f"Attach a {type(self).__name__}")
+        refuse_parallelized(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
         options = rename_options({"train_also": train_also, **options}, type(self).peft_options)
@@ -292,7 +292,7 @@ class AttachedDelta:
         if not self.is_attached():
             raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._refuse_merged("detach")
-        if is_laid_out(self.model):
+        if is_parallelized(self.model):
             self.weigh_(0.0)
             return self
         for owner, slot, part in self.held:
@@ -306,7 +306,7 @@ class AttachedDelta:
 
     def attach(self) -> Self:
         """Attach a detached adapter again to the same modules."""
-        if is_laid_out(self.model):
+        if is_parallelized(self.model):
             self.weigh_(1.0)
             return self
         if self.is_attached():

@@ -27,7 +27,7 @@ from bmforge.tune.delta.attached import (
     base_weights_of,
     deltas_of,
     find_delta,
-    is_laid_out,
+    is_parallelized,
     whole_model,
 )
 from bmforge.tune.delta.base import AttachedDelta
@@ -85,7 +85,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
             raise ConfigError(f"adapter {delta.name!r} is already merged. Unmerge it first.")
         if not delta.is_attached():
             raise ConfigError(f"adapter {delta.name!r} is detached. Call attach() before merging.")
-    base, laid_out = base_weights_of(model), is_laid_out(model)
+    base, laid_out = base_weights_of(model), is_parallelized(model)
     merged = [d for d in deltas_of(model).values() if d.merged]
     targets = _targets(model, deltas)
     for target in targets:
@@ -118,7 +118,7 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
     for delta in deltas:
         if not delta.merged:
             raise ConfigError(f"adapter {delta.name!r} is not merged, so it cannot be unmerged.")
-    if is_laid_out(model):
+    if is_parallelized(model):
         raise ConfigError("a parallelized model cannot be unmerged. Load the base model again.")
     base = base_weights_of(model)
     merged = [d for d in deltas_of(model).values() if d.merged]
@@ -387,7 +387,7 @@ def _join_licenses_(delta: AttachedDelta) -> None:
 
 def _remove_modules_(delta: AttachedDelta) -> None:
     """Remove the adapter modules, also from a parallelized model (`detach` keeps them there)."""
-    if not is_laid_out(delta.model):
+    if not is_parallelized(delta.model):
         delta.detach()
         return
     described: Any = whole_model(delta.model)
