@@ -29,7 +29,7 @@ from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, find_heads, given_inputs
-from bmforge.models.tensor_matching import settle_tie
+from bmforge.models.tensor_matching import resolve_tie
 from bmforge.models.traits import Traits
 from bmforge.models.vocabulary import resize_vocabulary_
 from bmforge.models.weight_names import WeightNames
@@ -197,7 +197,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         files = WeightFiles(directory, reads)
         config = cls.settle_config(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
-        settled = settle_tie(model, files, tie_word_embeddings)
+        settled = resolve_tie(model, files, tie_word_embeddings)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
         model.provenance = read_provenance(directory)

@@ -14,7 +14,7 @@ from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.surgery import match_glob, persistent_tensors
 
-__all__ = ["find_missing_head", "match_sources", "settle_tie"]
+__all__ = ["find_missing_head", "match_sources", "resolve_tie"]
 
 # Unused buffers in old checkpoints.
 _DEAD = (
@@ -93,7 +93,7 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     return names_missing
 
 
-def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
+def resolve_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or contain a wrong value. If a stored head differs from the
@@ -136,7 +136,7 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
 
 
 def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` set to `value`; see `settle_tie`."""
+    """Return the config with `tie_word_embeddings` set to `value`; see `resolve_tie`."""
     head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(

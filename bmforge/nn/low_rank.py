@@ -29,7 +29,7 @@ __all__ = [
     "LowRankOptions",
     "build_low_rank",
     "linear_sizes",
-    "settle_low_rank_",
+    "init_magnitudes_",
 ]
 
 
@@ -348,9 +348,9 @@ class ExpertsLowRank(AdapterModule):
         return grouped_linear(low, getattr(self, f"{key}_up"), ends).to(dtype)
 
 
-def settle_low_rank_(module: nn.Module, part: nn.Module) -> None:
+def init_magnitudes_(module: nn.Module, part: nn.Module) -> None:
     """Set the magnitudes of a DoRA module to the norms of the layer's rows; see `nn.dora`."""
     if isinstance(part, LowRank) and part.magnitude is not None:
-        from bmforge.nn.dora import settle_magnitude_
+        from bmforge.nn.dora import init_magnitude_
 
-        settle_magnitude_(module, part)
+        init_magnitude_(module, part)

@@ -244,7 +244,7 @@ def _train_phase(
 ) -> PhaseFacts:
     """Run a phase by training on the task with the phase's methods attached to the model."""
     run_dir = phase_dir / "run"
-    recipe, settings = _settle_run(config, phase, source, run_dir)
+    recipe, settings = _resolve_phase(config, phase, source, run_dir)
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
@@ -255,7 +255,7 @@ def _train_phase(
     return dataclasses.replace(facts, sizes=sizes, directory=str(run_dir / _EXPORT))
 
 
-def _settle_run(
+def _resolve_phase(
     config: CompressRunConfig, phase: Phase, source: Path, run_dir: Path
 ) -> tuple[Recipe, Any]:
     """Return the task's recipe and the config of its run for a phase."""
@@ -301,7 +301,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
-        recipe, settings = _settle_run(config, phase, source, Path(folder) / "run")
+        recipe, settings = _resolve_phase(config, phase, source, Path(folder) / "run")
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)

@@ -35,7 +35,7 @@ __all__ = [
     "has_phase",
     "keep_answers",
     "read_calibration",
-    "settle_train",
+    "add_method_groups",
 ]
 
 
@@ -244,7 +244,7 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
     return teacher
 
 
-def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
+def add_method_groups(train: TrainConfig, job: Compression | None) -> TrainConfig:
     """Add the parameter groups of the compression methods to a training config."""
     if job is None or not (groups_of_glob := job.optim_groups()):
         return train

@@ -29,7 +29,7 @@ from bmforge.models.hub import (
     prefers_directory,
 )
 from bmforge.models.resolve import find_neighbors
-from bmforge.models.tensor_matching import find_missing_head, settle_tie
+from bmforge.models.tensor_matching import find_missing_head, resolve_tie
 from bmforge.models.traits import Traits
 
 __all__ = [
@@ -236,7 +236,7 @@ def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     """Return the config of a model; embeddings are tied if they are tied in the stored weights."""
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
-    return settle_tie(family.from_config(config, device="meta"), files)
+    return resolve_tie(family.from_config(config, device="meta"), files)
 
 
 def changed_fields(config: Any) -> list[str]:

@@ -17,7 +17,7 @@ from small_runs import write_counting, write_start
 from bmforge.cli import main
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
-from bmforge.recipes.adapters import AdapterConfig, settle_adapter
+from bmforge.recipes.adapters import AdapterConfig, resolve_adapter
 from bmforge.recipes.renamed_fields import RENAMED, rename_fields
 from bmforge.recipes.run import RunConfig
 from bmforge.recipes.run_dir import check_run_dir, claim_run_dir, open_run_dir, record_overrides
@@ -168,7 +168,7 @@ def test_a_former_delta_table_is_an_adapter(
         use_dora=flags[1],
         rank=rank,
     )
-    assert check_run_dir(run_dir, settle_adapter(_Adapters(adapter=adapter)), frozenset()) is None
+    assert check_run_dir(run_dir, resolve_adapter(_Adapters(adapter=adapter)), frozenset()) is None
     if kind == "lora":
         other = replace(adapter, rank=9)
         problem = check_run_dir(run_dir, _Adapters(adapter=other), frozenset())

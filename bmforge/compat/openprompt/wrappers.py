@@ -88,12 +88,12 @@ class TokenizerWrapper:
             ignored.
 
     Attributes:
-        asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
+        prompt_format: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
         count_truncated: function that returns the numbers of truncated and of all examples; set by
             the loader.
     """
 
-    asking: ClassVar[str] = ""
+    prompt_format: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -136,9 +136,13 @@ class TokenizerWrapper:
         return InputFeatures(**columns, loss_ids=loss)
 
 
-def _define(name: str, asking: str, models: str) -> type[TokenizerWrapper]:
-    """Create the wrapper class of the prompting mode `asking`; `models` describes its models."""
-    attributes = {"__doc__": f"Wrapper for {models}.", "__module__": __name__, "asking": asking}
+def _define(name: str, prompt_format: str, models: str) -> type[TokenizerWrapper]:
+    """Create the wrapper class of a prompt format; `models` describes its models."""
+    attributes = {
+        "__doc__": f"Wrapper for {models}.",
+        "__module__": __name__,
+        "prompt_format": prompt_format,
+    }
     return type(name, (TokenizerWrapper,), attributes)
 
 

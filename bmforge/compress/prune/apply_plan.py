@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
-from bmforge.compress.prune.sizing import Settled, settle_config, unsupported_fields
+from bmforge.compress.prune.sizing import ResolvedModel, settle_config, unsupported_fields
 from bmforge.compress.prune.slice_tensors import Picks, fold_block, pick_block, take
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
@@ -91,7 +91,7 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
-) -> tuple[PruningPlan, Settled, str]:
+) -> tuple[PruningPlan, ResolvedModel, str]:
     """Validate a pruning plan, and build the smaller model on the meta device.
 
     Returns the final plan, the smaller model, and the reason why transformers cannot load it ("" if
@@ -209,7 +209,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
     return tables
 
 
-def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
+def _collect(model: Any, settled: ResolvedModel, plan: PruningPlan) -> dict[str, Tensor]:
     """Return a dict from new tensor names to the tensors of the smaller model."""
     picks = _kept_bias_columns(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
@@ -248,7 +248,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _kept_bias_columns(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
+def _kept_bias_columns(model: Any, settled: ResolvedModel, plan: PruningPlan) -> dict[str, Picks]:
     """Return a dict from the name of each shared position bias to the columns to keep."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
@@ -312,7 +312,7 @@ def _last_norms(model: Any) -> Sequence[str]:
     return [f"{owner}.weight", f"{owner}.bias"]
 
 
-def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
+def _fill_(settled: ResolvedModel, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
     """Load tensors into the model on the meta device; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     described = persistent_tensors(settled.model)

@@ -128,7 +128,7 @@ def load_model_center(
     factor = 1.0
     if family == "T5":
         factor = t5_factor(raw, tensors)
-        values |= _settle_t5(values, raw, tensors, factor)
+        values |= _convert_t5(values, raw, tensors, factor)
     _drop_padding(family, tensors)
     config = _make_config(family, values)
     stored = next(iter(tensors.values())).dtype
@@ -303,7 +303,7 @@ def undo_factor(name: str, factor: float) -> float:
     return math.sqrt(factor) if name.endswith(("up_proj.weight", "down_proj.weight")) else 1.0
 
 
-def _settle_t5(
+def _convert_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
     """Convert T5's relative position bias and head to Hugging Face's form; return config fields.

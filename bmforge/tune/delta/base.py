@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.low_rank import settle_low_rank_
+from bmforge.nn.low_rank import init_magnitudes_
 from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import init_from_note_
-from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
+from bmforge.nn.token_rows import TOKENS_SLOT, init_trained_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.attached import (
@@ -239,8 +239,8 @@ class AttachedDelta:
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
                     init_from_note_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
-            settle_low_rank_(self.model.get_submodule(owner), part)
-            settle_rows_(self.model.get_submodule(owner), part)
+            init_magnitudes_(self.model.get_submodule(owner), part)
+            init_trained_rows_(self.model.get_submodule(owner), part)
         return self
 
     def freeze_(self, base: bool = True) -> Self:
