@@ -283,9 +283,10 @@ class CPMAnt(CPMLive):
             WeightRule("embed.weight", joint, part=(0, total)),
             WeightRule("embed_prompt.weight", joint, part=(tokens, total)),
         ]
-        rules = [*(rule for rule in rules if rule.ours != "embed.weight"), *split]
+        rules = [*(rule for rule in rules if rule.parameter != "embed.weight"), *split]
         return [
-            WeightRule(rule.ours, self.hf_prefix + rule.theirs, part=rule.part) for rule in rules
+            WeightRule(rule.parameter, self.hf_prefix + rule.source, part=rule.part)
+            for rule in rules
         ]
 
 

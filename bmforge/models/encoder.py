@@ -388,9 +388,9 @@ class EncoderModel(Model):
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules
-        weight = next(r.theirs for r in rules if r.ours == "mlm_head.decoder.weight")
+        weight = next(r.source for r in rules if r.parameter == "mlm_head.decoder.weight")
         bias = WeightRule("mlm_head.decoder.bias", weight.removesuffix("weight") + "bias")
-        return [bias if rule.ours == bias.ours else rule for rule in rules]
+        return [bias if rule.parameter == bias.parameter else rule for rule in rules]
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names."""

@@ -49,16 +49,16 @@ def match_sources(
     for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes) or _find_tied(model, rule, shapes)
         if source is None:
-            if _is_of_delta(model, rule.ours) or model.is_computed(rule.ours):
-                adapter_names.append(rule.ours)
-            elif rule.ours in head.optional or (new_head and model.is_of_head(rule.ours)):
-                new_names.append(rule.ours)
+            if _is_of_delta(model, rule.parameter) or model.is_computed(rule.parameter):
+                adapter_names.append(rule.parameter)
+            elif rule.parameter in head.optional or (new_head and model.is_of_head(rule.parameter)):
+                new_names.append(rule.parameter)
             else:
-                missing.append(rule.theirs)
+                missing.append(rule.source)
             continue
-        need = rule.source_shape(tuple(tensors[rule.ours].shape))
-        if shapes[source] != need and new_head and model.is_of_head(rule.ours):
-            new_names.append(rule.ours)  # the stored head has another number of classes
+        need = rule.source_shape(tuple(tensors[rule.parameter].shape))
+        if shapes[source] != need and new_head and model.is_of_head(rule.parameter):
+            new_names.append(rule.parameter)  # the stored head has another number of classes
             replaced.add(source)
             continue
         if shapes[source] != need:
@@ -68,7 +68,7 @@ def match_sources(
     if missing or misshaped or extra:
         _refuse(model, files, missing, extra, misshaped)
     local = ([n for n in names if n in local_names] for names in (new_names, adapter_names))
-    return [(r, n) for r, n in pairs if r.ours in local_names], *local  # type: ignore[return-value]
+    return [(r, n) for r, n in pairs if r.parameter in local_names], *local  # type: ignore[return-value]
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
@@ -84,12 +84,12 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     head = model.config.heads[model.config.head]
     tensors, names_missing = persistent_tensors(model), []
     for rule in files.rules_for(model, files.shapes):
-        if not model.is_of_head(rule.ours) or rule.ours in head.optional:
+        if not model.is_of_head(rule.parameter) or rule.parameter in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
-        need = rule.source_shape(tuple(tensors[rule.ours].shape))
+        need = rule.source_shape(tuple(tensors[rule.parameter].shape))
         if name is None or files.shapes[name] != need:
-            names_missing.append(rule.theirs)
+            names_missing.append(rule.source)
     return names_missing
 
 
@@ -159,7 +159,7 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """Return the stored name of the embedding if it initializes an untied head, otherwise None."""
     config = model.config
-    if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
+    if rule.parameter != model.tied_head[0] or config.tie_word_embeddings:
         return None
     if config.raw.get("tie_word_embeddings") is False:
         return None
@@ -179,10 +179,10 @@ def _is_dead(name: str) -> bool:
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """Return the stored name for a `WeightRule`, with any known prefix or suffix, or None."""
-    bare = rule.theirs.removeprefix(model.hf_prefix)
+    bare = rule.source.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
-    names = [rule.theirs, bare, model.hf_prefix + bare]
+    names = [rule.source, bare, model.hf_prefix + bare]
     names += [
         name.removesuffix(new) + old
         for new, old in model.hf_old_names
@@ -235,7 +235,7 @@ def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
 
 
 def _their_name(model: Any, name: str) -> str | None:
-    return next((rule.theirs for rule in model.all_rules() if rule.ours == name), None)
+    return next((rule.source for rule in model.all_rules() if rule.parameter == name), None)
 
 
 def _are_equal(files: WeightFiles, first: str, second: str) -> bool:

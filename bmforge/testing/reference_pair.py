@@ -63,5 +63,5 @@ def make_twin(
 
 def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a dict of tensors from bmforge's names and shapes to transformers' format."""
-    groups = group_by_source(rule for rule in model.active_rules() if rule.ours in tensors)
+    groups = group_by_source(rule for rule in model.active_rules() if rule.parameter in tensors)
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

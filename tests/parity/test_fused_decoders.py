@@ -237,7 +237,7 @@ def test_interleaved_rows(
         box = Box((first, *[0] * len(tail)), (rows, *tail))
         local = torch.full(box.lengths, -1)
         for rule in expanded:
-            slices = rule.source_slices(box) if rule.ours == name else None
+            slices = rule.source_slices(box) if rule.parameter == name else None
             if slices is not None:
                 assert rule.source_shape(shape) == tuple(fused.shape)
                 rule.target(local, box).copy_(fused[slices])

@@ -311,7 +311,7 @@ def test_alternating_rows(
         slices = rule.source_slices(box)
         run_reads([files.plan_read("fused", slices, rule.source_view(target))])
         region = tuple(slice(o, o + n) for o, n in zip(offsets, box.lengths, strict=True))
-        assert torch.equal(target, stacks[rule.ours][region])
+        assert torch.equal(target, stacks[rule.parameter][region])
 
 
 def tiny_model() -> Any:

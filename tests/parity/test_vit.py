@@ -246,7 +246,7 @@ def test_shapes_of_presets(preset: str) -> None:
     with torch.device("meta"):
         theirs = hf_class(transformers.ViTConfig(**config.to_hf()))
     shapes = {
-        rule.theirs: rule.source_shape(tuple(model.get_parameter(rule.ours).shape))
+        rule.source: rule.source_shape(tuple(model.get_parameter(rule.parameter).shape))
         for rule in model.active_rules()
     }
     assert shapes == {_name_on_disk(n): tuple(p.shape) for n, p in theirs.named_parameters()}
