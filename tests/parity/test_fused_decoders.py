@@ -79,9 +79,9 @@ class TestGPTNeoX(FusedSuite):
         },
     }
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Return transformers' gradients; it names the head otherwise than its files do."""
-        gradients = super().their_gradients(model)
+        gradients = super().reference_gradients(model)
         return {n.replace("lm_head", "embed_out"): grad for n, grad in gradients.items()}
 
 

@@ -85,9 +85,9 @@ class ExpertsSuite(DerivedDecoderSuite):
         native, plain, _ = decode_both_ways(model)
         assert_close(native, plain, rtol=0, atol=off * float(plain.abs().max()))
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Return transformers' gradients by the names of its files."""
-        return divide_experts(super().their_gradients(model))
+        return divide_experts(super().reference_gradients(model))
 
     @pytest.mark.long
     @capability("expert")

@@ -61,7 +61,7 @@ class T5Suite(Seq2SeqSuite, FileSuite):
 
     def check_gradients(self, twin: Twin) -> None:
         """The bare encoder has no loss; its gradients are those of token classification."""
-        if twin.ours.config.head != "encoder":
+        if twin.model.config.head != "encoder":
             super().check_gradients(twin)
 
 

@@ -29,7 +29,7 @@ class TheirTokenizer(Tokenizer):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.theirs = tokenizer
+        self.hf_tokenizer = tokenizer
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
@@ -46,16 +46,16 @@ class TheirTokenizer(Tokenizer):
         )
 
     def _role_tokens(self) -> Mapping[str, str]:
-        tokens = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}
+        tokens = {role: getattr(self.hf_tokenizer, f"{role}_token", None) for role in _ROLES}
         return {role: token for role, token in tokens.items() if token is not None}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
-        return list(self.theirs.encode(text, add_special_tokens=False))
+        return list(self.hf_tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to text."""
-        return str(self.theirs.decode(list(ids)))
+        return str(self.hf_tokenizer.decode(list(ids)))
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the vocabulary lacks the token."""
@@ -63,12 +63,12 @@ class TheirTokenizer(Tokenizer):
 
     def get_vocab(self) -> dict[str, int]:
         """Return the whole vocabulary as a dict from token to id."""
-        return dict(self.theirs.get_vocab())
+        return dict(self.hf_tokenizer.get_vocab())
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
-        return len(self.theirs)
+        return len(self.hf_tokenizer)
 
 
 def as_ours(tokenizer: Any) -> Any:
