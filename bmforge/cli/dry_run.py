@@ -14,8 +14,8 @@ from bmforge.parallel.planner.dry_run import DryRun, dry_run
 from bmforge.recipes.adapters import attach_adapter, resolve_adapter
 from bmforge.recipes.base_weights import (
     check_base_dtype,
-    packs_base,
     quantize_base_,
+    quantizes_base_on_load,
     store_frozen_,
 )
 from bmforge.recipes.micro_batches import resolve_batch
@@ -90,7 +90,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
 
     def build() -> Any:
         model = family.from_config(with_changes(config), device="meta")
-        if packs_base(config):
+        if quantizes_base_on_load(config):
             quantize_base_(model, config.base_dtype)
         attach_adapter(model, config)
         store_frozen_(model, config)

@@ -26,7 +26,7 @@ from bmforge.compress.methods import attach_methods
 from bmforge.compress.report import (
     CompressReport,
     ModelSizes,
-    PhaseFacts,
+    PhaseResults,
     measure_sizes,
     measure_zeros,
 )
@@ -227,7 +227,7 @@ class Compression:
             facts["zeros"] |= measure_zeros(self.model, facts["zeros"].get("layers", ()))
         self._is_finished = True
         done = " + ".join(METHOD_WORDS[method.name] for method in self.methods) or "distilled"
-        phase = PhaseFacts(done, measure_sizes(self.model), facts, steps=self.step)
+        phase = PhaseResults(done, measure_sizes(self.model), facts, steps=self.step)
         return CompressReport(type(self.model).__name__, self._before, (phase,))
 
 

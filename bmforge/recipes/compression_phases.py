@@ -29,7 +29,7 @@ from bmforge.train import OptimGroup, TrainConfig, Trainer, causal_lm
 __all__ = [
     "CalibrationConfig",
     "PhaseConfig",
-    "asks_teacher",
+    "only_stores_answers",
     "attach_phase",
     "finish_phase",
     "has_phase",
@@ -191,7 +191,7 @@ def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
     return teacher, directory
 
 
-def asks_teacher(config: Any) -> bool:
+def only_stores_answers(config: Any) -> bool:
     """Return True if a run only stores the teacher's outputs and does not train."""
     return has_phase(config) and config.compress.answers is not None
 

@@ -55,10 +55,10 @@ from bmforge.recipes.run import Results
 from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
 from bmforge.recipes.task_prompts import (
-    AskedClasses,
-    AskedOptions,
-    AskedTask,
-    AskedTexts,
+    EncodedClasses,
+    EncodedOptions,
+    EncodedQuestions,
+    EncodedTask,
     count_classes,
 )
 from bmforge.settings import EvaluateConfig
@@ -284,7 +284,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         raise DataError(f"{name!r} contains no example. Use a file with at least one example.")
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
-    form: Callable[..., AskedTask]
+    form: Callable[..., EncodedTask]
     if traits.attention == "bidirectional" and not traits.has_images and not task.asks_for_text:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
@@ -300,9 +300,9 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
                 f"in the order {', '.join(task.label_names)}. Pass the examples as a .jsonl file, "
                 "whose labels are matched by their names."
             )
-        form = AskedClasses
+        form = EncodedClasses
     elif traits.attention in ("causal", "encoder-decoder") and traits.can_generate:
-        form = AskedTexts if task.asks_for_text else AskedOptions
+        form = EncodedQuestions if task.asks_for_text else EncodedOptions
     else:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot be "

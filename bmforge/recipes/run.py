@@ -41,9 +41,9 @@ from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
 from bmforge.recipes.compression_phases import (
     add_method_groups,
-    asks_teacher,
     finish_phase,
     keep_answers,
+    only_stores_answers,
 )
 from bmforge.recipes.epochs import resolve_epochs
 from bmforge.recipes.export import export_run
@@ -52,10 +52,10 @@ from bmforge.recipes.resume_check import check_resumed_data
 from bmforge.recipes.run_dir import (
     add_results,
     check_new_run,
-    claim_run_dir,
-    occupy_run_dir,
+    lock_run_dir,
     overridden_fields,
     record_overrides,
+    write_run_config,
 )
 from bmforge.recipes.run_provenance import find_provenance
 from bmforge.recipes.start import family_of, need_fields, settle_model
@@ -242,7 +242,7 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     config.loss_scale.check(config.train.precision)
     config = resolve_adapter(need_fields(settle_model(config), needs))
     config = dataclasses.replace(config, data=resolve_batch(config, world.size))
-    with FailureDetector().watching(), occupy_run_dir(config.run_dir, config, _FREE):
+    with FailureDetector().watching(), lock_run_dir(config.run_dir, config, _FREE):
         overridden = overridden_fields(config)
         config = run_everywhere(lambda: record_overrides(config.run_dir, config))
         return _run(config, open_data, world, overridden)
@@ -254,7 +254,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     provenance = find_provenance(config)
     data = open_data(config, rows)
     _refuse_idle(config, data)
-    if asks_teacher(config):
+    if only_stores_answers(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
     run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
     config = resolve_epochs(config, data.epoch_rows)
@@ -286,11 +286,11 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         device_name(world.device),
         config.run_dir,
     )
-    if claim_run_dir(config.run_dir, config, new_only=True):
+    if write_run_config(config.run_dir, config, new_only=True):
         warn_of_licenses(config.run_dir, provenance)
     try:
         # run.toml is changed only after the run's checkpoint has been accepted.
-        trainer.fit(on_start=lambda: claim_run_dir(config.run_dir, config))
+        trainer.fit(on_start=lambda: write_run_config(config.run_dir, config))
         evaluation = None
         if trainer.ended or trainer.step >= config.train.steps:
             evaluation = _finish(config, trainer, data, world, mesh)

@@ -17,9 +17,9 @@ from bmforge.compress.prune.costs import count_costs
 from bmforge.compress.prune.gates import (
     Gates,
     attach_gates_,
-    densities,
     detach_gates_,
     find_gates,
+    gate_probabilities,
 )
 from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.plan import blocks_of
@@ -326,7 +326,7 @@ def test_gates_reach_their_target(options: dict[str, Any]) -> None:
     method.attach_(model)
     train(model, method, "llama", 121)
     assert method.missed < 5e-5
-    likely = densities(method.gates)
+    likely = gate_probabilities(method.gates)
     if config.target == "sizes":
         for (_, kind), value in likely.items():
             want = {"features": 16, "heads": 1, "dims": 4}[kind]

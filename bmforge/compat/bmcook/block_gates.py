@@ -23,7 +23,7 @@ from bmforge.compress.prune.binarize import Chosen
 from bmforge.compress.prune.block_hooks import scale_input_
 from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import detach_gates_
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HardConcrete
@@ -109,7 +109,7 @@ class OwnBlocksMethod(StructureMethod):
             value = units if kind in ("heads", "features") else bool(units)
             layers.setdefault(name, {})[kind] = value
         gone = tuple(name for name, parts in layers.items() if not parts.pop("block", True))
-        return PruningPlan({name: Kept(**parts) for name, parts in layers.items()}, gone)
+        return PruningPlan({name: KeptIndices(**parts) for name, parts in layers.items()}, gone)
 
     @torch.no_grad()
     def finish_(self, model: nn.Module) -> dict[str, Any]:

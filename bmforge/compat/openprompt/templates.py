@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from bmforge.compat.openprompt.wrappers import as_ours
+from bmforge.compat.openprompt.wrappers import wrap_tokenizer
 from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
@@ -131,7 +131,7 @@ class ManualTemplate(nn.Module):
         if prompt_format not in self._bound:
             stand_in = model or SimpleNamespace(config=None)
             self._bound[prompt_format] = self._make(
-                self.text, as_ours(self.tokenizer), stand_in,
+                self.text, wrap_tokenizer(self.tokenizer), stand_in,
                 behind="refuse", prompt_format=prompt_format, **self._options,
             )  # fmt: skip
         return self._bound[prompt_format]

@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers.base import Tokenizer
 
 __all__ = [
-    "TheirTokenizer", "as_ours", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
+    "TheirTokenizer", "wrap_tokenizer", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
     "MLMTokenizerWrapper", "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ class TheirTokenizer(Tokenizer):
         return len(self.hf_tokenizer)
 
 
-def as_ours(tokenizer: Any) -> Any:
+def wrap_tokenizer(tokenizer: Any) -> Any:
     """Wrap a tokenizer in bmforge's interface, unless it already has this interface."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)
 

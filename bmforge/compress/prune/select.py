@@ -18,13 +18,13 @@ from bmforge.compress.prune.masks import keep_2_of_4, keep_2_of_4_both_ways, kee
 from bmforge.device import device_at
 from bmforge.shards import is_first_replica, local_box, shard_like, whole_tensor
 
-__all__ = ["Scored", "choose_masks", "mask_matrix", "matrices_in"]
+__all__ = ["ScoredParameter", "choose_masks", "mask_matrix", "matrices_in"]
 
 _HALF_BITS = 16
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredParameter:
     """Parameter with pruning scores of its local shard.
 
     Args:
@@ -61,7 +61,7 @@ def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
 
 
 def choose_masks(
-    scored: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
+    scored: Mapping[str, ScoredParameter], names: Sequence[str], config: PruneConfig, share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each parameter and the mask of its local shard.
 
@@ -86,7 +86,7 @@ def choose_masks(
 
 
 def _choose_globally(
-    scored: Mapping[str, Scored], names: Sequence[str], share: float
+    scored: Mapping[str, ScoredParameter], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield masks by a global score threshold; ties are broken to prune exactly `share`."""
     counts = _Counts(scored, names)
@@ -120,7 +120,7 @@ class _Counts:
     Comm: an all-reduce per count, and in the constructor one all-reduce of a number per parameter.
     """
 
-    def __init__(self, scored: Mapping[str, Scored], names: Sequence[str]) -> None:
+    def __init__(self, scored: Mapping[str, ScoredParameter], names: Sequence[str]) -> None:
         self._names = names
         self._here = {
             n: entry for n, entry in scored.items() if is_first_replica(entry.parameter, True)
@@ -157,7 +157,11 @@ class _Counts:
 
 
 def _cut_at(
-    scored: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
+    scored: Mapping[str, ScoredParameter],
+    names: Sequence[str],
+    border: int,
+    left: int,
+    ties: Sequence[int],
 ) -> Iterator[tuple[str, Tensor]]:
     """Prune all weights below the threshold, and the first `left` weights equal to it."""
     for name, count in zip(names, ties, strict=True):

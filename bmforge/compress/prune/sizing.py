@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, kept_groups
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of, kept_groups
 from bmforge.errors import ConfigError
 from bmforge.models.changes import Change
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
@@ -49,7 +49,7 @@ def settle_config(model: Any, plan: PruningPlan) -> ResolvedModel:
     blocks = blocks_of(model)
     sources = _number_anew(blocks, plan)
     sizes = {
-        name: _sizes_left(blocks[old], plan.layers.get(old, Kept()))
+        name: _sizes_left(blocks[old], plan.layers.get(old, KeptIndices()))
         for name, old in sources.items()
     }
     base = _without_blocks(model.config, blocks, plan)
@@ -107,7 +107,7 @@ def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, st
     return renamed
 
 
-def _sizes_left(block: Block, part: Kept) -> LayerSizes:
+def _sizes_left(block: Block, part: KeptIndices) -> LayerSizes:
     sizes = sizes_of(block.spec)
     spec = block.spec.attn or block.spec.cross_attn
     heads = part.heads or part.cross_heads
