@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.memory.copies import CopyEngine, Ticket
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.state_storage import StateStorage
@@ -98,7 +98,7 @@ class OffloadedGradient:
         self._parameter = weakref.ref(parameter)
         self._engine, self._label, self._backlog = engine, label, backlog
         local = local_tensor(parameter.detach())
-        self.dtype = wide_dtype(local.dtype)
+        self.dtype = accumulation_dtype(local.dtype)
         self._home = StateStorage(local.numel(), dtype=self.dtype, disk=disk)
         # The first gradient keeps its dtype: a bf16 gradient needs half as many bytes.
         self._first: Tensor | None = None

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.logging import get_logger
 from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
@@ -251,7 +251,7 @@ class CPMAnt(CPMLive):
             return None
         real = inputs != self.config.pad_token_id
         # Generated tokens are never padding, whatever their id.
-        return None if past or (reads_are_free(real) and bool(real.all())) else real
+        return None if past or (reads_without_sync(real) and bool(real.all())) else real
 
     def _find_bias(self, segment: Tensor, length: int, past: int) -> Tensor:
         config = self.config

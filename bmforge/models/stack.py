@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE, rope_table
 from bmforge.nn.attention import KeyValueCache
@@ -259,7 +259,7 @@ def check_ids(
 
     `name` and `limit` are the names of the ids and of the vocabulary size in the error message.
     """
-    if not input_ids.numel() or not reads_are_free(input_ids):
+    if not input_ids.numel() or not reads_without_sync(input_ids):
         return
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.softcap import cap_softly
 
 __all__ = ["biased_attention"]
@@ -83,7 +83,7 @@ def _attend_whole(
     scores = cap_softly(query @ key.transpose(2, 3) * scale, softcap)
     scores = scores if bias is None else scores + bias
     scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    weights = scores.to(wide_dtype(scores.dtype)).softmax(-1).to(value.dtype)
+    weights = scores.to(accumulation_dtype(scores.dtype)).softmax(-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, clamp_swiglu, get_activation
@@ -283,7 +283,7 @@ class MoE(nn.Module):
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
-        wide = logits.to(wide_dtype(logits.dtype))
+        wide = logits.to(accumulation_dtype(logits.dtype))
         if self.choice == "per_call":
             best = torch.sigmoid(wide).sum(0).topk(self.experts_per_token).indices
             return None, best.expand(logits.shape[0], -1)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.compress import CompressConfig, Compression, compress
 from bmforge.compress.distill import DistillConfig, TeacherAnswers, write_answers
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data.clean.normalize import normalize_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import track
@@ -107,7 +107,7 @@ def read_calibration(
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     num_tokens, ids = config.rows * config.seq_len, list[int]()
-    for document in normalise_documents(read_documents(config.texts)):
+    for document in normalize_documents(read_documents(config.texts)):
         ids += tokenizer.encode(document.text)
         if len(ids) >= num_tokens:
             break

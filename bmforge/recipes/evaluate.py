@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.data import Batch
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data.clean.normalize import normalize_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import find_export, refuse_pipe, replace_file
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import apply_host_tuning
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
@@ -126,7 +126,7 @@ def evaluate_model(
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
     measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
     results: Results = {}
-    with tuned_host(world.device):
+    with apply_host_tuning(world.device):
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value
@@ -227,7 +227,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
     begin = [] if first is None else [first]
     pairs: list[Pair] = []
     text_bytes = 0
-    for document in normalise_documents(read_documents(path)):
+    for document in normalize_documents(read_documents(path)):
         (ids,) = tokenizer.encode_plain([document.text])
         pairs += roll_windows(ids, begin, subject.seq_len)
         text_bytes += len(document.text.encode())

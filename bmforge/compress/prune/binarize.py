@@ -23,10 +23,10 @@ from bmforge.errors import ConfigError
 from bmforge.nn import AttentionSpec, Block
 from bmforge.surgery import match_glob
 
-__all__ = ["Chosen", "binarize", "open_units", "plan_of_units"]
+__all__ = ["SelectedUnits", "binarize", "open_units", "plan_of_units"]
 
 # (block, kind) -> indices of the kept units
-Chosen = dict[tuple[str, str], tuple[int, ...]]
+SelectedUnits = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
@@ -99,7 +99,7 @@ def _rope(model: Any) -> Any:
 
 def binarize(
     model: Any, config: StructureConfig, costs: Costs, likely: Mapping[tuple[str, str], Tensor]
-) -> Chosen:
+) -> SelectedUnits:
     """Prune the units with the lowest gate probability until the target is met.
 
     Raises:
@@ -109,7 +109,7 @@ def binarize(
     shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
     if shares:
-        chosen: Chosen = {}
+        chosen: SelectedUnits = {}
         for key, value in open_now.items():
             step = _fewest(key[1], config)
             count = (
@@ -280,7 +280,7 @@ def _order_shared(
     return likely
 
 
-def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
+def plan_of_units(model: Any, chosen: SelectedUnits) -> PruningPlan:
     """Return the pruning plan that keeps the chosen units."""
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
-from bmforge.compress.prune.binarize import Chosen, binarize, open_units, plan_of_units
+from bmforge.compress.prune.binarize import SelectedUnits, binarize, open_units, plan_of_units
 from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import (
     Gates,
@@ -177,7 +177,7 @@ class StructureMethod(MethodBase):
         self.plan = self._plan(model, chosen)
         fix_gates_(chosen, self.gates)
 
-    def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
+    def _plan(self, model: nn.Module, chosen: SelectedUnits) -> PruningPlan:
         """Return the plan that keeps the chosen units."""
         return plan_of_units(model, chosen)
 

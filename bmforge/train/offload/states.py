@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import is_host, memory_room_bytes, wide_dtype
+from bmforge.device import accumulation_dtype, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.copies import CopyEngine, make_copy_engine
@@ -203,7 +203,7 @@ class StateOffload:
         offloaded = OffloadedParameter(parameter, order, self.engine, storages)
         if self._has_master(parameter):
             offloaded.master = StateStorage(
-                local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk
+                local.numel(), dtype=accumulation_dtype(local.dtype), disk=self._disk
             )
             offloaded.master.put(0, source_of(parameter).read())
             set_metadata_(parameter, master=offloaded.master)
@@ -258,13 +258,17 @@ class StateOffload:
     def _home(self, local: Tensor, signed: bool) -> StateStorage:
         kind = self.config.states
         return StateStorage(
-            local.numel(), kind, dtype=wide_dtype(local.dtype), disk=self._disk, signed=signed
+            local.numel(),
+            kind,
+            dtype=accumulation_dtype(local.dtype),
+            disk=self._disk,
+            signed=signed,
         )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
         """Return the bytes of a parameter's states on the device or, if `everywhere`, offloaded."""
         local = local_tensor(parameter)
-        count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
+        count, width = len(self._homes[id(parameter)][1]), accumulation_dtype(local.dtype)
         if not everywhere:
             return count * local.numel() * width.itemsize
         sizes = [storage_bytes(local.numel(), self.config.states, width)] * count
@@ -290,7 +294,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     narrow = [
         n
         for n, p in model.named_parameters()
-        if id(p) in offloaded_ids and p.dtype != wide_dtype(p.dtype)
+        if id(p) in offloaded_ids and p.dtype != accumulation_dtype(p.dtype)
     ]
     if narrow:
         raise ConfigError(
