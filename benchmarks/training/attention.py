@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.harness import header, make_parser, paired_ratio, table, time_in_turns
 from bmforge.host_tuning import apply_host_tuning
-from bmforge.nn.host_attention import host_attention, takes_host_attention
+from bmforge.nn.host_attention import can_use_host_attention, host_attention
 
 # batch size, heads, KV heads, tokens, head dim, causal, dropout
 Shape = tuple[int, int, int, int, int, bool, float]
@@ -66,7 +66,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    assert takes_host_attention(torch.empty(1, 1, 64, 64)), "no C++ compiler here"
+    assert can_use_host_attention(torch.empty(1, 1, 64, 64)), "no C++ compiler here"
     print(header(torch.get_num_threads(), ["torch"]))
     rows = []
     with apply_host_tuning(torch.device("cpu")):

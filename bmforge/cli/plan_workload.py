@@ -304,8 +304,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
 
 
 _HOST_KERNELS: list[tuple[Any, str, Callable[..., bool]]] = [
-    (norm, "takes_host_rms_norm", host_rows.suits_host_rms_norm),
-    (mlp, "takes_host_gated", host_rows.suits_host_gated),
+    (norm, "can_use_host_rms_norm", host_rows.supports_host_rms_norm),
+    (mlp, "can_use_host_gated", host_rows.supports_host_gated),
 ]
 
 

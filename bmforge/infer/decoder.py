@@ -13,7 +13,7 @@ from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.stack import span_of
 from bmforge.nn.adapter_selection import Selection
-from bmforge.nn.position import outdates_keys
+from bmforge.nn.position import invalidates_keys
 from bmforge.records import Stack, find_parallel_record
 from bmforge.tune.delta import select_adapters
 from bmforge.tune.delta.selection import per_sample_selection
@@ -105,7 +105,7 @@ class Decoder:
             lengths = list(zip(before, after, strict=True))
         zero = torch.zeros(1, 1, dtype=torch.long)
         shift = int(self.model.positions_behind_prefix(zero)[0, 0])  # type: ignore[union-attr]
-        return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
+        return any(invalidates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager for runs between which the model must not change.

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
-from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.device_kernels import can_use_device_kernels
 from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
 from bmforge.nn.packed_linear import quantize_norm
 from bmforge.nn.quantized_rows import QuantizedRows
-from bmforge.nn.recompute import call_and_drop, hold_weights
+from bmforge.nn.recompute import call_and_drop, capture_weights
 from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.window import WindowAttention
 from bmforge.surgery import wrappers_of
@@ -129,7 +129,7 @@ class Residual(nn.Module):
         factor = self.in_scale
         if not torch.is_grad_enabled():
             return self._dropout_and_scale(part(_times(norm(x), factor)))
-        again = hold_weights(norm)
+        again = capture_weights(norm)
         added = call_and_drop(part, _times(norm(x), factor), lambda: _times(again(x), factor))
         return self._dropout_and_scale(added)
 
@@ -266,7 +266,7 @@ class Block(nn.Module):
 
         if self.attn is None and self.mlp is None:
             return x
-        again = hold_weights(self.attn_norm)
+        again = capture_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
 
@@ -296,7 +296,7 @@ class Block(nn.Module):
     def _adds_and_norms(self, x: Tensor) -> bool:
         """Return True if one kernel can add the attention output to `x` and apply the next norm."""
         norm: Any = getattr(self, "mlp_norm", None)
-        if type(norm) is not RMSNorm or norm.offset or not takes_device_kernels(x, norm.weight):
+        if type(norm) is not RMSNorm or norm.offset or not can_use_device_kernels(x, norm.weight):
             return False
         if self.norm_place != "pre" or self.training or self.guards_half:
             return False

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.device_kernels import takes_device_kernels
-from bmforge.nn.host_rows import host_gated, host_gelu, takes_host_gated, takes_host_gelu
+from bmforge.nn.device_kernels import can_use_device_kernels
+from bmforge.nn.host_rows import can_use_host_gated, can_use_host_gelu, host_gated, host_gelu
 from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
 from bmforge.nn.packed_linear import multiply_jointly, quantize_gated
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return host_gelu(x) if takes_host_gelu(x) else F.gelu(x, approximate="tanh")
+    return host_gelu(x) if can_use_host_gelu(x) else F.gelu(x, approximate="tanh")
 
 
 # The aliases are names that published configs use.
@@ -98,9 +98,9 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """Return ``activation(gate) * up``, in one pass if the activation has a kernel."""
     name = _HOST_GATES.get(activation)
-    if name is not None and takes_host_gated(gate, up):
+    if name is not None and can_use_host_gated(gate, up):
         return host_gated(gate, up, name)
-    if name == "silu" and gate.shape == up.shape and takes_device_kernels(gate, up):
+    if name == "silu" and gate.shape == up.shape and can_use_device_kernels(gate, up):
         return torch.ops.bmforge.multiply_by_silu(gate, up)
     return multiply_temporary(activation(gate), up, made_of=gate)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.adapter_selection import choice_of
+from bmforge.nn.adapter_selection import adapter_choice_of
 
 __all__ = [
     "AdapterModule",
@@ -126,7 +126,7 @@ class AdapterModule(nn.Module):
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Apply this adapter to the output of `module`, with the current call's `AdapterChoice`."""
-        weight, samples, batched = choice_of(self)
+        weight, samples, batched = adapter_choice_of(self)
         if batched is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
             grouped: Tensor = batched.join(inputs, out)
             return grouped
@@ -170,7 +170,7 @@ def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     for _, part in adapters_of(module):
         if not part.changes_input:
             continue
-        weight, samples, _ = choice_of(part)
+        weight, samples, _ = adapter_choice_of(part)
         if weight == 0:
             continue
         if samples is None:

@@ -137,7 +137,7 @@ def test_adapters_of_a_gated_model_are_gated(name: str) -> None:
 @torch.no_grad()
 def test_decoding_with_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The kernel for an addition and a norm leaves out no gate: as without a KV cache."""
-    monkeypatch.setattr("bmforge.nn.block.takes_device_kernels", lambda *tensors: True)
+    monkeypatch.setattr("bmforge.nn.block.can_use_device_kernels", lambda *tensors: True)
     model, ids = stir("llama", torch.float32), make_inputs("llama")["input_ids"]
     for is_gated in (False, True):
         if is_gated:

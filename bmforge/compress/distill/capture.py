@@ -37,7 +37,7 @@ INTO = "into:"
 
 
 class AttentionInput(NamedTuple):
-    """Inputs of an attention operation; see `nn.attention.mix_values`.
+    """Inputs of an attention operation; see `nn.attention.compute_attention`.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);

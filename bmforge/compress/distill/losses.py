@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bmforge.compress.distill.capture import AttentionInput
 from bmforge.device import accumulation_dtype
 from bmforge.errors import ShapeError
-from bmforge.nn.softcap import cap_softly
+from bmforge.nn.softcap import apply_softcap
 
 __all__ = [
     "compare_attention",
@@ -196,7 +196,7 @@ def _log_attention(side: AttentionInput, start: int, stop: int) -> Tensor:
     key = key.repeat_interleave(times, 1) if times > 1 else key
     scale = query.shape[-1] ** -0.5 if side.scale is None else side.scale
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
-    scores = cap_softly(scores, side.softcap)
+    scores = apply_softcap(scores, side.softcap)
     if side.bias is not None:
         scores = scores + side.bias[:, :, start:stop]
     return _log_softmax_seen(scores, side, start, stop)

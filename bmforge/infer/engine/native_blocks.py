@@ -30,7 +30,7 @@ from bmforge.infer.engine.native_structures import (
     Experts as ExpertStacks,
 )
 from bmforge.nn import MLP, Attention, Block
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.nn.block import Residual
 from bmforge.nn.linear import Linear
 from bmforge.nn.low_rank import LowRank
@@ -261,7 +261,11 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
         _record(attn.prefix, watch, (KeyValuePrefix,))
         watch.prefixes.append(attn.prefix)
     prefix = len(watch.prefixes) if attn.prefix is not None else 0
-    _require(attn.input_fn is identity, attn.memory_fn is identity, attn.attention_fn is mix_values)
+    _require(
+        attn.input_fn is identity,
+        attn.memory_fn is identity,
+        attn.attention_fn is compute_attention,
+    )
     _require(attn.head_share == (0, 1), attn.rotary == "model")
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)

@@ -29,11 +29,11 @@ from bmforge.nn.adapter_selection import run_with_selection
 from bmforge.nn.host_rows import FEWEST_VALUES
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.part import adapters_of
-from bmforge.nn.position import outdates_keys
+from bmforge.nn.position import invalidates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
-from bmforge.nn.softcap import cap_softly
+from bmforge.nn.softcap import apply_softcap
 from bmforge.records import find_parallel_record
 from bmforge.surgery import wrappers_of
 from bmforge.tune.delta.selection import (
@@ -124,7 +124,7 @@ class PackedStep:
     def _outdates(self, rope: RopeSpec, before: int, after: int) -> bool:
         """Return True if keys are invalid when a sequence grows from `before` to `after` tokens."""
         shift = int(self.model.positions_behind_prefix(torch.zeros(1, dtype=torch.long))[0])
-        return bool(before) and outdates_keys(rope, before + shift, after + shift)
+        return bool(before) and invalidates_keys(rope, before + shift, after + shift)
 
     @torch.no_grad()
     def run(
@@ -300,4 +300,4 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
         return torch.cat([head(state[None]) for state in x])
     out = kernels.multiply_rows(x.float().contiguous(), weight.contiguous())
     out = out if head.bias is None else out + head.bias.float()
-    return cap_softly(out, head.softcap).to(x.dtype)
+    return apply_softcap(out, head.softcap).to(x.dtype)

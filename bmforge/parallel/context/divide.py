@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.nn.alibi import alibi_bias
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.parallel.collectives import exchange_rows, sum_backward, sum_forward
-from bmforge.parallel.context.ring import attend_causally, attend_in_ring
+from bmforge.parallel.context.ring import attend_causally, ring_attention
 from bmforge.parallel.context.token_share import MaskWithShare, TokenCut, TokenShare
 from bmforge.records import as_stack_, fill_slot_
 from bmforge.surgery import wrap_forward_
@@ -38,7 +38,7 @@ from bmforge.surgery import wrap_forward_
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
 # (queries, keys, values, mask, bias, causal, scale, dropout, prefix), the last being optional;
-# see `nn.attention.mix_values`.
+# see `nn.attention.compute_attention`.
 AttentionFn = Callable[..., Tensor]
 Pair = tuple[Tensor, Tensor]
 
@@ -76,7 +76,7 @@ def apply_context_parallel_(
             if _is_window(attn):
                 _gather_window_attention_(attn)
             else:
-                attn.attention_fn = _shard_mix(attn, method, group.rank())
+                attn.attention_fn = _shard_attention_fn(attn, method, group.rank())
                 if method == "gather" and getattr(attn, "softcap", None) is not None:
                     attn.attention_fn = partial(attn.attention_fn, is_plain=False)
         for block in stack.children():
@@ -89,13 +89,15 @@ def apply_context_parallel_(
             fill_slot_(module, "join_tokens", partial(_join_tokens, group))
 
 
-def _shard_mix(attn: Any, method: str, rank: int) -> AttentionFn:
+def _shard_attention_fn(attn: Any, method: str, rank: int) -> AttentionFn:
     """Return the function that computes an attention module's `attention_fn` on sharded tokens."""
     if not getattr(attn, "alibi", False):
         return partial(METHODS[method], attn.attention_fn)
     if method == "ulysses":
-        return partial(_mix_by_heads, partial(mix_values, slopes=partial(_own_slopes, attn, rank)))
-    return partial(_mix_with_alibi, METHODS[method], attn)
+        return partial(
+            _ulysses_attention, partial(compute_attention, slopes=partial(_own_slopes, attn, rank))
+        )
+    return partial(_alibi_attention, METHODS[method], attn)
 
 
 def _own_slopes(attn: Any, rank: int, query: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ def _is_window(attn: nn.Module) -> bool:
     return hasattr(attn, "pick_own")
 
 
-def _mix_gathered(
+def _gathered_attention(
     inner: AttentionFn,
     query: Tensor,
     key: Tensor,
@@ -214,7 +216,7 @@ def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
     return (positions <= share.take(positions, 0)[:, None])[None, None]
 
 
-def _mix_in_ring(
+def _ring_attention(
     inner: AttentionFn,
     query: Tensor,
     key: Tensor,
@@ -228,15 +230,17 @@ def _mix_in_ring(
 ) -> Tensor:
     """Compute ring attention or, with attention dropout, attention over gathered keys."""
     if dropout or not isinstance(mask, MaskWithShare):
-        return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
+        return _gathered_attention(
+            inner, query, key, value, mask, bias, causal, scale, dropout, *prefix
+        )
     is_plain = mask.mask is None and bias is None
     first = torch.cat(prefix[0], -1).to(key.dtype)[None] if prefix else None
-    return attend_in_ring(
+    return ring_attention(
         query, key, value, mask.mask, bias, mask.share, causal and is_plain, scale, first
     )
 
 
-def _mix_with_alibi(
+def _alibi_attention(
     method: AttentionFn,
     attn: Any,
     query: Tensor,
@@ -251,7 +255,7 @@ def _mix_with_alibi(
 ) -> Tensor:
     """Compute gathered or ring attention with the ALiBi bias of this rank's tokens."""
     if not isinstance(mask, MaskWithShare):
-        inner: AttentionFn = partial(mix_values, slopes=attn.slopes)
+        inner: AttentionFn = partial(compute_attention, slopes=attn.slopes)
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share = mask.share
     if mask.mask is None and causal:
@@ -260,11 +264,11 @@ def _mix_with_alibi(
     before = prefix[0][0].shape[1] if prefix else 0
     own = share.take(torch.arange(share.length, device=query.device), 0) + before
     bias = alibi_bias(attn.slopes(query), own, share.length + before).to(query.dtype)
-    method = _mix_gathered if prefix else method
-    return method(mix_values, query, key, value, mask, bias, False, scale, dropout, *prefix)
+    method = _gathered_attention if prefix else method
+    return method(compute_attention, query, key, value, mask, bias, False, scale, dropout, *prefix)
 
 
-def _mix_by_heads(
+def _ulysses_attention(
     inner: AttentionFn,
     query: Tensor,
     key: Tensor,
@@ -301,9 +305,9 @@ def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
 
 
 METHODS: dict[str, AttentionFn] = {
-    "gather": _mix_gathered,
-    "ring": _mix_in_ring,
-    "ulysses": _mix_by_heads,
+    "gather": _gathered_attention,
+    "ring": _ring_attention,
+    "ulysses": _ulysses_attention,
 }
 
 

@@ -138,10 +138,10 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
     """Set the collectives of an MoE layer with replicated routing and sharded experts."""
     module.input_fn, module.output_fn = tensor.sum_backward, tensor.sum_forward
-    wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
+    wrap_forward_(module, partial(_run_mixture_on_all_tokens, tensor), "part")
 
 
-def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
+def _run_mixture_on_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
     if tensor.tokens is None:
         return inner(x)
     out, logits = inner(tensor.restore(x))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
-from bmforge.nn.channel import Gain, Shift
+from bmforge.nn.channel import BiasAdapter, ScaleAdapter
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import adapters_of, detach_part_
 from bmforge.nn.token_rows import TokenRows
@@ -172,9 +172,9 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
 
 def _target(model: nn.Module, attached: AttachedModule) -> str | None:
     """Return the name of the base module into whose weights an adapter module can be merged."""
-    if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain, TokenRows)):
+    if isinstance(attached.part, (LowRank, ExpertsLowRank, ScaleAdapter, TokenRows)):
         return attached.owner
-    if isinstance(attached.part, Shift):
+    if isinstance(attached.part, BiasAdapter):
         last = last_projection(model.get_submodule(attached.owner))
         return attached.owner if last is None else f"{attached.owner}.{last}"
     return None
@@ -220,7 +220,7 @@ def _is_additive(part: Any) -> bool:
         return part.magnitude is None
     if isinstance(part, Bottleneck):
         return part.options.reads != "out" or part.reader[0] is not None
-    return isinstance(part, (Shift, ExpertsLowRank))
+    return isinstance(part, (BiasAdapter, ExpertsLowRank))
 
 
 def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
@@ -234,7 +234,9 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
         return
     first, later = chain[: sum(inside)], chain[sum(inside) :]
-    scales_input = any(isinstance(link.part, Gain) and link.part.changes_input for link in first)
+    scales_input = any(
+        isinstance(link.part, ScaleAdapter) and link.part.changes_input for link in first
+    )
     takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in later)
     if all(inside[: len(first)]) and not scales_input and not takes_norms:
         return
@@ -260,10 +262,10 @@ def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
         if isinstance(part, ExpertsLowRank):
             keys.update(dict.fromkeys(part.keys))
             continue
-        if not isinstance(part, Shift):
+        if not isinstance(part, BiasAdapter):
             keys["weight"] = None
         has_bias = isinstance(getattr(module, "bias", None), Tensor)
-        needs = isinstance(part, Shift) or getattr(part, "bias", None) is not None
+        needs = isinstance(part, BiasAdapter) or getattr(part, "bias", None) is not None
         if needs and not has_bias:
             raise ConfigError(
                 f"{target}, a {type(module).__name__}, has no bias to merge into. Save "
@@ -295,7 +297,8 @@ def _merged_values(
     before = dict(values)
     # Factors on the input are applied last, because all adapters of the layer see the scaled input.
     for link in sorted(
-        chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.changes_input
+        chain,
+        key=lambda applied: isinstance(applied.part, ScaleAdapter) and applied.part.changes_input,
     ):
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
@@ -310,7 +313,7 @@ def _merged_values(
             rows = values["weight"][list(part.indices)]
             rows = rows + weight * (full_precision(part.weight) - rows)
             values["weight"] = values["weight"].index_copy(0, torch.tensor(part.indices), rows)
-        elif isinstance(part, Shift):
+        elif isinstance(part, BiasAdapter):
             values["bias"] = values["bias"] + weight * whole_tensor(part.bias)
         else:
             _apply_gain(part, weight, values, model.get_submodule(target))
@@ -339,7 +342,7 @@ def _apply_low_rank(
         values["bias"] = values["bias"] + weight * (changed - values["bias"])
 
 
-def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: Any) -> None:
+def _apply_gain(part: ScaleAdapter, weight: float, values: dict[str, Tensor], module: Any) -> None:
     factor = 1 + weight * (full_precision(part.weight) - 1)
     is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
     by_row = part.changes_input != is_plain
