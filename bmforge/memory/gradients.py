@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bmforge.device import accumulation_dtype
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.copies import CopyEngine, CopyHandle
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.state_storage import StateStorage
 from bmforge.records import find_parallel_record, metadata_of, set_metadata_, units_of
 from bmforge.shards import local_tensor
 
 __all__ = [
-    "Backlog",
+    "CopyLimit",
     "Gradient",
     "OffloadedGradient",
     "offloaded_gradient",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Backlog:
+class CopyLimit:
     """Limits the bytes of unfinished copies, so that backward waits for a slow disk.
 
     Args:
@@ -39,9 +39,9 @@ class Backlog:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._total_bytes = limit_bytes, 0
-        self._sent: deque[tuple[Ticket, int]] = deque()
+        self._sent: deque[tuple[CopyHandle, int]] = deque()
 
-    def admit(self, ticket: Ticket, size_bytes: int) -> None:
+    def admit(self, ticket: CopyHandle, size_bytes: int) -> None:
         """Add a copy, and block until the bytes of unfinished copies are below the limit."""
         while self._sent and self._total_bytes > self._limit_bytes:
             oldest, size = self._sent.popleft()
@@ -91,7 +91,7 @@ class OffloadedGradient:
         self,
         parameter: nn.Parameter,
         engine: CopyEngine,
-        backlog: Backlog,
+        backlog: CopyLimit,
         disk: SpillFile | None = None,
         label: str = "",
     ) -> None:
@@ -105,7 +105,7 @@ class OffloadedGradient:
         self._norm: Tensor | None = None
         self._factors: list[float] = []
         self._count = 0
-        self._ticket: Ticket | None = None
+        self._ticket: CopyHandle | None = None
         set_metadata_(parameter, offloaded_gradient=self)
         # A weak reference: autograd's hooks are invisible to the garbage collector.
         leave = weakref.WeakMethod(self._leave)

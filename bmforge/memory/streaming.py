@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.memory.order import BlockExecution, RunOrder
-from bmforge.memory.packed import PackedBlock, Slot, give_device_
+from bmforge.memory.packed import PackedBlock, Slot, replace_with_stub_
 from bmforge.memory.recompute import apply_recompute_
 from bmforge.memory.resident import NUM_SLOTS, spread_resident
 from bmforge.records import parallel_record_of, set_metadata_, units_of
@@ -241,7 +241,7 @@ def stream_blocks_(
                     "process only. Use streaming or sharding, not both."
                 )
             if not is_resident(f"{name}.{own}", parameter):
-                give_device_(module, own, parameter, device)
+                replace_with_stub_(module, own, parameter, device)
     streamer = Streamer(found_blocks, read, device, engine, on_host, is_resident)
     apply_recompute_([module for _, module in found_blocks])
     record = parallel_record_of(model)

@@ -156,7 +156,7 @@ def run_layers(
     for layer in (layers[str(i)] for i in range(span.first, span.last)):
         x = run_block(layer, x, masks, biases, inputs, router_logits)
         states = [*states, x] if keep_states else [x]
-    if cache is not None and not _stores(layers) and str(span.last - 1) == list(layers)[-1]:
+    if cache is not None and not _stores_keys(layers) and str(span.last - 1) == list(layers)[-1]:
         cache.skip(length)
     if share is not None:
         states = [share.gather(state) for state in states]
@@ -222,7 +222,7 @@ def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor
     return {attn.num_heads: attn.pick_heads(bias) for attn in attentions}
 
 
-def _stores(layers: nn.ModuleDict) -> bool:
+def _stores_keys(layers: nn.ModuleDict) -> bool:
     """Return True if any of these layers stores keys and values in the cache."""
     return any(layer.attn is not None for layer in layers.values())
 

@@ -111,7 +111,7 @@ def resolve_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mo
     config = model.config
     if value is not None:
         return _tie_as_requested(model, files, value)
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     is_changed = any(OWN_PREFIX + own_name in files.shapes for own_name in model.tied_head)
     stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
     is_changed = is_changed or any(f"{stem}packed" in files.shapes for stem in stems)
@@ -137,7 +137,7 @@ def resolve_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mo
 
 def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfig:
     """Return the config with `tie_word_embeddings` set to `value`; see `resolve_tie`."""
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(
             f"tie_word_embeddings={value} has no effect on a {type(model).__name__} with "
@@ -163,7 +163,7 @@ def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]])
         return None
     if config.raw.get("tie_word_embeddings") is False:
         return None
-    embed = _their_name(model, model.tied_head[1])
+    embed = _checkpoint_name(model, model.tied_head[1])
     names = () if embed is None else (embed, embed.removeprefix(model.hf_prefix))
     return next((name for name in names if name in shapes), None)
 
@@ -223,7 +223,7 @@ def _find_extra(
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     """Return True if a tensor, such as a tied head, is stored twice and equals its original."""
     copies = dict(model.tied_copies())
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:
         copies[head] = embed
     original = copies.get(name)
@@ -234,7 +234,7 @@ def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     return source is not None and _are_equal(files, name, source)
 
 
-def _their_name(model: Any, name: str) -> str | None:
+def _checkpoint_name(model: Any, name: str) -> str | None:
     return next((rule.source for rule in model.all_rules() if rule.parameter == name), None)
 
 

@@ -124,7 +124,7 @@ def prepend_prefix(
         bias: bias of the attention scores; a bias without columns for the prefix gets zeros there.
 
     Shape:
-        prefix: (K, P, H); others as in `nn.attention.compute_attention`, with P + S keys instead of S
+        prefix: (K, P, H); others as in `attention.compute_attention`, with P + S keys instead of S
     """
     rows, length = key.shape[0], prefix[0].shape[1]
     if mask is None and bias is None and causal and query.shape[2] > 1:

@@ -33,7 +33,7 @@ __all__ = [
     "gradient_ranks",
     "mesh_of",
     "random_stream",
-    "rows_agree",
+    "samples_agree",
     "sum_over_axes",
 ]
 
@@ -263,7 +263,7 @@ def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
 
 
-def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
+def samples_agree(mesh: DeviceMesh | None, digest: int) -> bool:
     """Return True, on all processes, if processes that must read the same samples did so.
 
     Args:

@@ -31,7 +31,7 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import make_contiguous_
 from bmforge.parallel.pipeline.model import PipelinedModel
-from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
+from bmforge.parallel.pipeline.stages import StageAssignment, drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_, refuse_calls_outside_
 from bmforge.records import parallel_record_of
@@ -130,7 +130,7 @@ def parallelize(
 def _build_pipeline(
     model: nn.Module,
     layout: Layout,
-    cutting: Cutting,
+    cutting: StageAssignment,
     mesh: DeviceMesh,
     shared: dict[str, list[int]],
     splits: bool,

@@ -26,7 +26,7 @@ from bmforge.models.hub import (
     find_family,
     find_model,
     find_preset,
-    prefers_directory,
+    names_directory,
 )
 from bmforge.models.resolve import find_neighbors
 from bmforge.models.tensor_matching import find_missing_head, resolve_tie
@@ -76,7 +76,7 @@ def find_start(name: str) -> Start:
     Raises:
         ConfigError: the name is unknown.
     """
-    if prefers_directory(name) or is_gguf(name):
+    if names_directory(name) or is_gguf(name):
         return _start_from(name)
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:

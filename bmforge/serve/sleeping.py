@@ -12,7 +12,7 @@ from typing import Any
 from bmforge.errors import BmforgeError
 from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
-from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.tasks import SteppedTask
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.serve.pauses import collect_all
@@ -87,7 +87,7 @@ class SleepingEngine:
         """Submit an embedding request; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
-    def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
+    def submit_task(self, make: Callable[[Any], SteppedTask]) -> Future[Any]:
         """Submit a task of the model; see `Engine.submit_task`."""
         return self._use(lambda engine: engine.submit_task(make))
 

@@ -12,7 +12,7 @@ from torch import nn
 from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
-from bmforge.infer.engine.divide import DeviceRoom, Divided, divide_blocks
+from bmforge.infer.engine.divide import BlockAssignment, DeviceMemory, divide_blocks
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
@@ -133,7 +133,7 @@ def plan_memory(
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
     both = work.cache_bytes + work.step_bytes
     rooms = [
-        DeviceRoom(device, budget - beside, runtime_bytes(model, both, device))
+        DeviceMemory(device, budget - beside, runtime_bytes(model, both, device))
         for device, budget in zip(devices, budgets, strict=True)
     ]
     if config.stream_experts:
@@ -171,7 +171,7 @@ def plan_weights(
     Raises:
         ConfigError: the limit is too small; the message names the smallest sufficient one.
     """
-    room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
+    room, nothing = DeviceMemory(device, limit_bytes), Workspace(0, 0)
     divided = divide_blocks(model, blocks, [room], None, nothing)
     if divided.plan is None:
         smallest, fixed = divided.smallest_bytes, divided.outside_bytes
@@ -184,8 +184,11 @@ def plan_weights(
 
 
 def _plan_experts(
-    model: nn.Module, blocks: Mapping[str, nn.Module], rooms: Sequence[DeviceRoom], work: Workspace
-) -> Divided:
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    rooms: Sequence[DeviceMemory],
+    work: Workspace,
+) -> BlockAssignment:
     """Plan as `divide_blocks` does, but only experts are streamed; all other weights are resident.
 
     Raises:
@@ -212,12 +215,12 @@ def _plan_experts(
     num_slots = min(count, (room.room_bytes - other_bytes) // slot_bytes)
     smallest = other_bytes + LEAST_EXPERTS * slot_bytes
     if num_slots < LEAST_EXPERTS:
-        return Divided(None, smallest, fixed)
+        return BlockAssignment(None, smallest, fixed)
     plan = MemoryPlan(
         room.device, room.room_bytes, smallest, fixed, 0, work.cache_bytes, work.step_bytes,
         room.runtime_bytes, tuple(blocks), (), (), 0, num_slots * slot_bytes,
     )  # fmt: skip
-    return Divided(plan, smallest, fixed)
+    return BlockAssignment(plan, smallest, fixed)
 
 
 def _name_given(
@@ -230,7 +233,7 @@ def _name_given(
 
 
 def _too_small(
-    budget: str, count: int, divided: Divided, beside: int, work: Workspace, tokens: int
+    budget: str, count: int, divided: BlockAssignment, beside: int, work: Workspace, tokens: int
 ) -> str:
     smallest = divided.smallest_bytes + beside
     enough = "is the smallest that works" if count == 1 else "on every device is enough"

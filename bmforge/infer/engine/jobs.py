@@ -17,7 +17,7 @@ from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.pages import Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys
-from bmforge.infer.engine.prompts import Ready
+from bmforge.infer.engine.prompts import PreparedRequest
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
 from bmforge.infer.engine.rows import UnbatchedRunner
 from bmforge.infer.engine.scheduler import Scheduler, Sequence, SequenceChunk
@@ -57,7 +57,7 @@ class Job:
         is_running: whether the request has started.
     """
 
-    def __init__(self, number: int, ready: Ready, now_s: float) -> None:
+    def __init__(self, number: int, ready: PreparedRequest, now_s: float) -> None:
         self.number, self.ready = number, ready
         self.handle = Handle(len(ready.answers))
         self.rows: UnbatchedRunner | None = None

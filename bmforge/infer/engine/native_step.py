@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.native_adapters import AdapterTables, read_prefixes
 from bmforge.infer.engine.native_blocks import Watch, describe_block, expert_sizes
-from bmforge.infer.engine.native_run import CacheCall, PackedCall, Pasts
+from bmforge.infer.engine.native_run import CacheAddresses, CacheCall, PackedCall
 from bmforge.infer.engine.native_structures import Layer
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
@@ -51,7 +51,7 @@ class _Segment:
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
-        self.pasts: Pasts | None = None
+        self.pasts: CacheAddresses | None = None
         self.layers = (Layer * len(layers))(*layers) if layers else None
         parts = [part for layer in layers for part in (layer.attn, layer.cross) if part.exists]
         feeds = [layer.feed for layer in layers if layer.feed.exists]

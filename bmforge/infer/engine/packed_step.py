@@ -43,7 +43,7 @@ from bmforge.tune.delta.selection import (
     per_token_selection,
 )
 
-__all__ = ["PackedStep", "can_pack", "shares_passes"]
+__all__ = ["PackedStep", "can_pack", "can_batch_sequences"]
 
 # Chunk size in tokens of one sequence that runs through torch.
 _STRETCH = 4 * PAGE_TOKENS
@@ -71,7 +71,7 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def shares_passes(model: Any) -> bool:
+def can_batch_sequences(model: Any) -> bool:
     """Return True if requests share torch's forward passes, with results equal up to rounding.
 
     Passes are shared if weights are streamed in every pass, and on accelerators, which need large
@@ -100,7 +100,7 @@ class PackedStep:
         floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
         dtype = dtype or next(iter(floats), torch.float32)
         self.cache = PagedCache(total_pages, dtype, weight.device)
-        self._shares_passes = shares_passes(model)
+        self._shares_passes = can_batch_sequences(model)
         self._is_together = False
         self._graphs = StepGraphs(self._run_torch, weight.device)
         self._can_record: bool | None = None

@@ -24,7 +24,7 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
-from bmforge.parallel.pipeline.stages import Cutting
+from bmforge.parallel.pipeline.stages import StageAssignment
 from bmforge.parallel.zero import groups_of_state
 from bmforge.records import as_stack_, fill_slot_, find_parallel_record
 from bmforge.shards import local_tensor
@@ -78,7 +78,7 @@ class PipelinedModel:
     def __init__(
         self,
         model: nn.Module,
-        cutting: Cutting,
+        cutting: StageAssignment,
         mesh: DeviceMesh,
         schedule: tuple[str, int | None],
         shared: Mapping[str, Sequence[int]],

@@ -16,7 +16,7 @@ from bmforge.device import accumulation_dtype, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.gradients import Backlog, OffloadedGradient, wait_before_use
+from bmforge.memory.gradients import CopyLimit, OffloadedGradient, wait_before_use
 from bmforge.memory.offload import OffloadConfig, check_host_memory, choose_parameters
 from bmforge.memory.spill import SpillFile, format_bytes
 from bmforge.memory.state_storage import StateStorage, storage_bytes
@@ -246,7 +246,7 @@ class StateOffload:
         largest = max(
             local_tensor(offloaded.parameter).numel() for offloaded in self._away.values()
         )
-        self._backlog = Backlog(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
+        self._backlog = CopyLimit(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
         for key, offloaded in self._away.items():
             if key not in late:
                 label = f"parameter {offloaded.order}"

@@ -62,7 +62,7 @@ class Trace(TorchDispatchMode):
 @pytest.fixture
 def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bmforge.infer.engine.step_graphs.has_graphs", lambda _: True)
-    monkeypatch.setattr(packed_step, "shares_passes", lambda _: True)
+    monkeypatch.setattr(packed_step, "can_batch_sequences", lambda _: True)
     monkeypatch.setattr(packed_step, "is_host", lambda _: False)
     monkeypatch.setattr(
         packed_step, "StepGraphs", lambda run, device: StepGraphs(run, device, Trace)
