@@ -201,7 +201,7 @@ class Compression:
         for method in self.methods:
             method.load_state_dict(state["methods"][method.name])
 
-    def leave_teacher_(self) -> None:
+    def remove_teacher_(self) -> None:
         """Remove the modules that only distillation uses, so that the model can be saved."""
         if self.distiller is not None:
             self.distiller.leave_()
@@ -219,7 +219,7 @@ class Compression:
         """
         if self._is_finished:
             raise ConfigError("the compression is already finished. Call finish_() only once.")
-        self.leave_teacher_()
+        self.remove_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}
         # Quantization may add zeros after they were counted.

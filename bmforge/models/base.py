@@ -262,7 +262,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         resize_vocabulary_(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
         return self.embed  # type: ignore[return-value]
 
-    def remember_part_(
+    def record_part_(
         self,
         kind: str,
         where: Sequence[str],
@@ -278,7 +278,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         change = Change(kind, tuple(where), dict(options), name, weight)
         self.config = self.config.replace(changes=(*self.config.changes, change))
 
-    def forget_part_(
+    def erase_part_(
         self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
     ) -> None:
         """Remove the config's record of adapters that were removed from the model."""

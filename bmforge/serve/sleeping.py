@@ -101,7 +101,7 @@ class SleepingEngine:
             engine = self._engine
             return RequestsStatus(0, 0, 0, 0) if engine is None else engine.requests_status()
 
-    def doze(self) -> bool:
+    def unload_if_idle(self) -> bool:
         """Unload the engine if it has been idle for `idle_s`; return True if it is unloaded."""
         with self._lock:
             engine = self._engine

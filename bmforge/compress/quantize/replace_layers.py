@@ -53,9 +53,9 @@ def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
 
 def record_quantization_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
     """Record the quantization of layers in the config of a bmforge model."""
-    if hasattr(model, "remember_part_"):
+    if hasattr(model, "record_part_"):
         for spec, names in by_spec(specs).items():
-            model.remember_part_("quantize", as_globs(model, names), asdict(spec), "")
+            model.record_part_("quantize", as_globs(model, names), asdict(spec), "")
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:

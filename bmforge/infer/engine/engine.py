@@ -114,7 +114,9 @@ class Engine:
         plan = partial(
             plan_memory,
             devices=places,
-            config=replace(self.config, beside_bytes=self.config.beside_bytes + beside),
+            config=replace(
+                self.config, adapter_reserve_bytes=self.config.adapter_reserve_bytes + beside
+            ),
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
         )

@@ -76,8 +76,8 @@ class NativeStep:
     Descriptions of the blocks are rebuilt when a block has changed.
 
     Args:
-        rests: True to check for changed blocks only after `look_again` was called, not at every
-            step.
+        rests: True to check for changed blocks only after `check_for_changes` was called, not at
+            every step.
 
     Attributes:
         native_blocks: number of blocks that the last call ran in C++.
@@ -93,7 +93,7 @@ class NativeStep:
         self.native_blocks = self.torch_blocks = 0
         self._rests, self._has_looked = rests, False
 
-    def look_again(self) -> None:
+    def check_for_changes(self) -> None:
         """Request that the next call checks whether blocks have changed."""
         self._has_looked = False
 

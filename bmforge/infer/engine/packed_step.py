@@ -88,7 +88,7 @@ class PackedStep:
     so their results may differ by rounding from those of separate passes.
 
     Args:
-        model: model supported by `can_pack`; call `look_again` after changing it.
+        model: model supported by `can_pack`; call `check_for_changes` after changing it.
         total_pages: number of pages of the KV cache.
         dtype: dtype of the KV cache; None means the model's.
     """
@@ -105,9 +105,9 @@ class PackedStep:
         self._graphs = StepGraphs(self._run_torch, weight.device)
         self._can_record: bool | None = None
 
-    def look_again(self) -> None:
+    def check_for_changes(self) -> None:
         """Request that the next step checks for changed blocks, for example attached adapters."""
-        self._native.look_again()
+        self._native.check_for_changes()
         self._can_record = None
 
     def cut(self) -> ChunkRules:

@@ -184,7 +184,7 @@ class AttachedDelta:
 
     def record_(self, is_there: bool) -> None:
         """Add the adapter's entry to the config of a bmforge model, or delete the entry."""
-        if not hasattr(self.model, "remember_part_"):
+        if not hasattr(self.model, "record_part_"):
             return
         model: Any = self.model
         name = "" if self.kind in ("prefix", "prompt") else self.name
@@ -192,10 +192,10 @@ class AttachedDelta:
             part.owner for part in self.held if not part.slot.endswith(("_reader", TOKENS_SLOT))
         ]
         if is_there:
-            model.remember_part_(self.kind, where, dict(self.options), name, float(self.weight))
+            model.record_part_(self.kind, where, dict(self.options), name, float(self.weight))
             order_changes_(model, self.name)
         else:
-            model.forget_part_(self.kind, where, dict(self.options), name)
+            model.erase_part_(self.kind, where, dict(self.options), name)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapter's parameters with their names; a shared parameter is yielded once."""

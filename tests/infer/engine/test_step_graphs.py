@@ -134,7 +134,7 @@ def test_changed_values_are_read_and_changed_structures_are_not_recorded(with_gr
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
     calls = []
     model.layers["1"].mlp.register_forward_hook(lambda *_: calls.append(1))
-    step.look_again()
+    step.check_for_changes()
     decode(step, prompts(2), 4)
     assert len(calls) == 5
 

@@ -14,7 +14,7 @@ from bmforge.cli.plan_workload import workload_of
 from bmforge.models import GPT2Config, MixtralConfig, T5Config
 from bmforge.models.config import ModelConfig
 from bmforge.parallel import Layout
-from bmforge.parallel.planner import outcomes
+from bmforge.parallel.planner import fake_op_cache
 from bmforge.parallel.planner.fake_op_cache import FakeOpCache
 from bmforge.parallel.planner.storage_tracker import StorageTracker
 from bmforge.parallel.planner.trace import Setting, trace_step
@@ -47,7 +47,7 @@ def describe(out: object, x: Tensor) -> list[object]:
             t.untyped_storage()._cdata == x.untyped_storage()._cdata,
             t is x,
         )
-        for t in outcomes.tensors_of(out)
+        for t in fake_op_cache.tensors_of(out)
     ]
 
 
@@ -94,7 +94,7 @@ def test_a_trace_with_what_others_have_found_out_is_the_same(
     settings = [Setting(Layout(zero=3), 2, rows, recompute=rows == 1) for rows in (1, 2)]
     shared = [trace_step(workload, setting, known) for setting in (*settings, *settings)]
     assert any(maker is not None for maker in known._makers.values())
-    monkeypatch.setattr(outcomes, "_key", lambda *_: None)  # torch finds out everything
+    monkeypatch.setattr(fake_op_cache, "_key", lambda *_: None)  # torch finds out everything
     alone = [trace_step(workload, setting) for setting in settings]
     assert shared == alone * 2
 
