@@ -30,7 +30,7 @@ import torch
 import __main__
 from bmforge.device import default_device, device_name
 from bmforge.host_memory import resident_bytes, trim_memory
-from bmforge.host_tuning import apply_host_tuning
+from bmforge.host_tuning import tune_host
 
 __all__ = [
     "MIB",
@@ -135,7 +135,7 @@ def _serve(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)
-    with apply_host_tuning(default_device()) if tuned else contextlib.nullcontext():
+    with tune_host(default_device()) if tuned else contextlib.nullcontext():
         run = build(*arguments)
         while True:
             try:

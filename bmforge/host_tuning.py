@@ -23,7 +23,7 @@ __all__ = [
     "keep_freed_memory",
     "read_tuning",
     "return_freed_memory",
-    "apply_host_tuning",
+    "tune_host",
 ]
 
 _VARIABLE = "BMFORGE_HOST_TUNING"
@@ -108,7 +108,7 @@ class MemoryWatch:
 
 
 @contextmanager
-def apply_host_tuning(device: torch.device) -> Iterator[MemoryWatch | None]:
+def tune_host(device: torch.device) -> Iterator[MemoryWatch | None]:
     """Context manager that applies and logs the host settings for a long computation.
 
     The setting of matrix products is restored on exit; freed memory is still kept afterwards.

@@ -13,7 +13,7 @@ import torch
 
 from bmforge import device, host_memory, host_tuning
 from bmforge.errors import ConfigError
-from bmforge.host_tuning import MemoryWatch, apply_host_tuning, keep_freed_memory, read_tuning
+from bmforge.host_tuning import MemoryWatch, keep_freed_memory, read_tuning, tune_host
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     set_words(monkeypatch, "memory")
     assert not keep_freed_memory()
     host_memory.trim_memory()
-    with apply_host_tuning(CPU) as watch:
+    with tune_host(CPU) as watch:
         assert watch is None
 
 
@@ -142,16 +142,16 @@ def test_it_is_said_how_to_switch_it_off(
 ) -> None:
     monkeypatch.setattr(device, "_mkl_is_slow", lambda: True)
     set_words(monkeypatch, "products")
-    with apply_host_tuning(CPU) as watch:
+    with tune_host(CPU) as watch:
         assert watch is None
         was_fast = torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     assert len(messages) == was_fast
     assert all("BMFORGE_HOST_TUNING=none" in message for message in messages)
     set_words(monkeypatch, "none")
-    with apply_host_tuning(CPU) as watch:
+    with tune_host(CPU) as watch:
         assert watch is None
     # The meta device is no host, so nothing is measured.
-    with apply_host_tuning(torch.device("meta")) as watch:
+    with tune_host(torch.device("meta")) as watch:
         assert watch is None
     assert len(messages) == was_fast
 

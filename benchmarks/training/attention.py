@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import header, make_parser, paired_ratio, table, time_in_turns
-from bmforge.host_tuning import apply_host_tuning
+from bmforge.host_tuning import tune_host
 from bmforge.nn.host_attention import can_use_host_attention, host_attention
 
 # batch size, heads, KV heads, tokens, head dim, causal, dropout
@@ -69,7 +69,7 @@ def main() -> None:
     assert can_use_host_attention(torch.empty(1, 1, 64, 64)), "no C++ compiler here"
     print(header(torch.get_num_threads(), ["torch"]))
     rows = []
-    with apply_host_tuning(torch.device("cpu")):
+    with tune_host(torch.device("cpu")):
         for shape in SHAPES:
             batch_size, num_heads, num_kv_heads, tokens, head_dim, *_ = shape
             for dtype in DTYPES:

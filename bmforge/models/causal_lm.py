@@ -203,10 +203,7 @@ class CausalLM(Model):
         if span.first:
             x, *routed = self.arrived
         else:
-            x, routed = (
-                self._embed_and_scale(self.embed_inputs(input_ids, inputs_embeds), position_ids),
-                [],
-            )
+            x, routed = self._embed(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
         masks = self._build_masks(inputs, attention_mask, document_ids, past)
         tables = rope_tables(self.spec, position_ids, x.dtype)
         x, states = run_layers(
@@ -340,7 +337,7 @@ class CausalLM(Model):
         """Scale the last hidden states for the language-model head."""
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
-    def _embed_and_scale(self, x: Tensor, position_ids: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the first block's input from token embeddings."""
         if self.spec.rounds_embed_scale:
             x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
@@ -355,7 +352,7 @@ class CausalLM(Model):
 
     def embed_tokens(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the first block's input (B, T, D) from token ids (B, T) and positions (B, T)."""
-        return self._embed_and_scale(self.embed_inputs(input_ids, None), position_ids)
+        return self._embed(self.embed_inputs(input_ids, None), position_ids)
 
     def project_last(self, x: Tensor) -> Tensor:
         """Compute the input of the language-model head from the last block's output."""

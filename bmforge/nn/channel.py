@@ -74,7 +74,7 @@ class ScaleAdapter(AdapterModule):
 
     def __init__(self, width: int, into: bool, like: Tensor) -> None:
         super().__init__()
-        self.changes_input = into  # type: ignore[misc]
+        self.on_input = into  # type: ignore[misc]
         self.cut_styles = frozenset(  # type: ignore[misc]
             {"", "row", "column", "key_value"} if into else {"", "column", "key_value", "part"}
         )
@@ -82,7 +82,7 @@ class ScaleAdapter(AdapterModule):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization (ones) and sharding (by channel) of the factors."""
-        return {"weight": TensorNote("ones", {"row": 0} if self.changes_input else _ENDS)}
+        return {"weight": TensorNote("ones", {"row": 0} if self.on_input else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` times the factors."""
@@ -94,7 +94,7 @@ class ScaleAdapter(AdapterModule):
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Scale the module's output, unless the input is scaled."""
-        return out if self.changes_input else self(out)
+        return out if self.on_input else self(out)
 
 
 @dataclass(frozen=True)

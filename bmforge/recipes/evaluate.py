@@ -24,7 +24,7 @@ from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import find_export, refuse_pipe, replace_file
-from bmforge.host_tuning import apply_host_tuning
+from bmforge.host_tuning import tune_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
@@ -126,7 +126,7 @@ def evaluate_model(
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
     measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
     results: Results = {}
-    with apply_host_tuning(world.device):
+    with tune_host(world.device):
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value

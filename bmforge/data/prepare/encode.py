@@ -31,7 +31,7 @@ from bmforge.tokenizers import Tokenizer
 __all__ = [
     "DUPLICATE",
     "SIDES",
-    "SelectedDocuments",
+    "DocumentSplit",
     "EncodeTask",
     "encode_shard",
     "training_texts",
@@ -42,7 +42,7 @@ SIDES = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class SelectedDocuments:
+class DocumentSplit:
     """Documents of the first stage, and which of them are kept, held out or shortened.
 
     Attributes:
@@ -88,7 +88,7 @@ class EncodeTask:
     """
 
     number: int
-    chosen: SelectedDocuments
+    chosen: DocumentSplit
     tokenizer: Tokenizer | Path
     eos_id: int
     folder: Path
@@ -96,7 +96,7 @@ class EncodeTask:
     by: str = "file"
 
 
-def training_texts(chosen: SelectedDocuments, train_bytes: int, most_bytes: int) -> Iterator[str]:
+def training_texts(chosen: DocumentSplit, train_bytes: int, most_bytes: int) -> Iterator[str]:
     """Yield the training texts, or a sample if they have more than `most_bytes` in total."""
     limit = min(int(2**64 * most_bytes / max(train_bytes, 1)), 2**64)
     for number in range(len(chosen.counts)):

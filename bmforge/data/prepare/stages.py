@@ -22,7 +22,7 @@ from bmforge.data.prepare.amount_checks import check_any_left, check_unread_memb
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
 from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
 from bmforge.data.prepare.earlier_corpora import EarlierCorpus, open_earlier
-from bmforge.data.prepare.encode import EncodeTask, SelectedDocuments, encode_shard, training_texts
+from bmforge.data.prepare.encode import DocumentSplit, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_files, make_key
 from bmforge.data.prepare.masks import open_mask
@@ -230,9 +230,7 @@ def run_stages(
     return results
 
 
-def _choose(
-    counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]
-) -> SelectedDocuments:
+def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> DocumentSplit:
     """Deduplicate and split the documents; add the stages' results to `results`."""
     journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
@@ -286,7 +284,7 @@ def _choose(
             copies["text_bytes"],
         )
     sides = held_out, split["cut"], split["cut_bytes"]
-    return SelectedDocuments(documents, counts, mask_path, *sides, drops, repeats)
+    return DocumentSplit(documents, counts, mask_path, *sides, drops, repeats)
 
 
 def _drop_near(
@@ -343,7 +341,7 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
     return _each(work, "documents", make_documents, tasks, "read and clean")
 
 
-def _encode(chosen: SelectedDocuments, work: _Work, by: str) -> list[Any]:
+def _encode(chosen: DocumentSplit, work: _Work, by: str) -> list[Any]:
     journal, config = work.journal, work.config
     folder = journal.folder("tokenizer")
     tokenizer = load_tokenizer(folder)

@@ -50,7 +50,7 @@ class EngineConfig:
             system's temporary directory).
         stream_experts: read experts from the directory when the router chooses them, and cache
             the most recently used; everything else is resident. Gradients are not supported.
-        adapter_reserve_bytes: part of the budget reserved for adapters that are attached later.
+        adapter_bytes: part of the budget reserved for adapters that are attached later.
         only_requests: plan memory for batched requests only, as in a server. Their prompts are
             computed in chunks of `requests.max_num_batched_tokens`, so the largest step needs much
             less memory than `max_rows` whole prompts; `generate` and other calls then accept one
@@ -62,7 +62,7 @@ class EngineConfig:
     max_tokens: int | None = None
     spill_directory: Path | None = None
     stream_experts: bool = False
-    adapter_reserve_bytes: int = 0
+    adapter_bytes: int = 0
     only_requests: bool = False
     requests: RequestsConfig = field(default_factory=RequestsConfig)
 
@@ -73,10 +73,9 @@ class EngineConfig:
                 f"EngineConfig is out of range: max_rows={self.max_rows} (at least 1), "
                 f"max_tokens={self.max_tokens} (at least 2, or None for the default)."
             )
-        if self.adapter_reserve_bytes < 0:
+        if self.adapter_bytes < 0:
             raise ConfigError(
-                "EngineConfig: "
-                f"adapter_reserve_bytes={self.adapter_reserve_bytes} must be at least 0."
+                f"EngineConfig: adapter_bytes={self.adapter_bytes} must be at least 0."
             )
 
     def tokens_of(self, model: nn.Module) -> int:
@@ -131,7 +130,7 @@ def plan_memory(
     """
     budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
-    tokens, beside = config.tokens_of(model), config.adapter_reserve_bytes
+    tokens, beside = config.tokens_of(model), config.adapter_bytes
     work = config.workspace_of(model)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
     both = work.cache_bytes + work.step_bytes
@@ -149,7 +148,7 @@ def plan_memory(
     least = divided.smallest_bytes + beside
     first, *others = (
         replace(device_plan, budget_bytes=device_plan.budget_bytes + beside, smallest_bytes=least,
-                adapter_reserve_bytes=beside)
+                adapter_bytes=beside)
         for device_plan in divided.plan.each()
     )  # fmt: skip
     return replace(first, others=tuple(others))

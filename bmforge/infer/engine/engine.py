@@ -114,9 +114,7 @@ class Engine:
         plan = partial(
             plan_memory,
             devices=places,
-            config=replace(
-                self.config, adapter_reserve_bytes=self.config.adapter_reserve_bytes + beside
-            ),
+            config=replace(self.config, adapter_bytes=self.config.adapter_bytes + beside),
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
         )

@@ -329,10 +329,10 @@ def _ranks_of_blocks(
     names = peft_format.Names(model)
     scale = options["alpha"] / options["rank"]
     for published, ranks in blocks.items():
-        total = options["ranks"].get(names.own_names[published][0], options["rank"])
-        alpha = options["alphas"].get(names.own_names[published][0], options["alpha"])
+        total = options["ranks"].get(names.own[published][0], options["rank"])
+        alpha = options["alphas"].get(names.own[published][0], options["alpha"])
         scale = alpha / (total**0.5 if options["root_scale"] else total)
-        for own_name, rank in zip(names.own_names[published], ranks, strict=True):
+        for own_name, rank in zip(names.own[published], ranks, strict=True):
             if rank == 0:
                 options["targets"].remove(own_name)
                 for option in ("ranks", "alphas"):

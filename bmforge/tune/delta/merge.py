@@ -234,9 +234,7 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
         return
     first, later = chain[: sum(inside)], chain[sum(inside) :]
-    scales_input = any(
-        isinstance(link.part, ScaleAdapter) and link.part.changes_input for link in first
-    )
+    scales_input = any(isinstance(link.part, ScaleAdapter) and link.part.on_input for link in first)
     takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in later)
     if all(inside[: len(first)]) and not scales_input and not takes_norms:
         return
@@ -297,8 +295,7 @@ def _merged_values(
     before = dict(values)
     # Factors on the input are applied last, because all adapters of the layer see the scaled input.
     for link in sorted(
-        chain,
-        key=lambda applied: isinstance(applied.part, ScaleAdapter) and applied.part.changes_input,
+        chain, key=lambda applied: isinstance(applied.part, ScaleAdapter) and applied.part.on_input
     ):
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
@@ -345,9 +342,9 @@ def _apply_low_rank(
 def _apply_gain(part: ScaleAdapter, weight: float, values: dict[str, Tensor], module: Any) -> None:
     factor = 1 + weight * (full_precision(part.weight) - 1)
     is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
-    by_row = part.changes_input != is_plain
+    by_row = part.on_input != is_plain
     values["weight"] = values["weight"] * (factor[:, None] if by_row else factor)
-    if "bias" in values and not part.changes_input:
+    if "bias" in values and not part.on_input:
         values["bias"] = values["bias"] * factor
 
 

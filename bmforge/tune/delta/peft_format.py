@@ -51,8 +51,8 @@ class Names:
         self.model = model
         published = published_names(model)
         own = {n: [n] for n, m in model.named_modules() if n and not hasattr(m, "tensor_notes")}
-        self.own_names: dict[str, list[str]] = published or own
-        self.published_names = {n: t for t, names in self.own_names.items() for n in names}
+        self.own: dict[str, list[str]] = published or own
+        self.published = {n: t for t, names in self.own.items() for n in names}
         rules = getattr(model, "published_rules", None)
         self.rules: dict[str, list[Any]] | None = None
         if callable(rules):
@@ -119,12 +119,12 @@ class Names:
         Raises:
             ConfigError: published checkpoints have no such module.
         """
-        if name not in self.published_names:
+        if name not in self.published:
             raise ConfigError(
                 f"PEFT's format cannot store the adapter of {name}, because the Hugging Face model "
                 "has no such module. Exclude the module from the targets."
             )
-        return self.published_names[name]
+        return self.published[name]
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
@@ -170,17 +170,17 @@ def options_of(
     modules = {name for key in tensors if (name := module_of(key)) is not None}
     experts = {name: owner for name in modules if (owner := expert_owner(model, name))}
     modules -= experts.keys()
-    if unknown := sorted(name for name in modules if name not in names.own_names):
+    if unknown := sorted(name for name in modules if name not in names.own):
         raise CheckpointError(
             f"the adapter is attached to {', '.join(unknown[:5])}, which this "
             f"{type(model).__name__} does not have. Load the base model of the adapter."
         )
-    targets = [n for name in sorted(modules) for n in names.own_names[name]]
+    targets = [n for name in sorted(modules) for n in names.own[name]]
     options["targets"] = [*targets, *sorted(set(experts.values()))]
     if kind == "IA3":
         feedforward = config.get("feedforward_modules") or []
         into = [name for name in modules if _named(name, feedforward)]
-        return {**options, "into": [n for name in into for n in names.own_names[name]]}
+        return {**options, "into": [n for name in into for n in names.own[name]]}
     owners = [token_owner(key, PREFIX) for key in tensors if is_token_key(key)]
     indices = token_indices_of(names, config.get("trainable_token_indices"), owners, _named)
     options |= {"trainable_token_indices": indices}
@@ -218,7 +218,7 @@ def _low_rank_options(
             n: by_pattern[key]
             for name in modules
             if (key := _first_pattern(name, by_pattern)) is not None
-            for n in names.own_names[name]
+            for n in names.own[name]
         }
     return options
 
@@ -231,12 +231,12 @@ def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
 
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
-    if is_there and owner not in names.own_names:
+    if is_there and owner not in names.own:
         raise CheckpointError(
             f"the adapter has the tensor {key}, but this {type(names.model).__name__} has no such "
             "module. Load the base model of the adapter."
         )
-    return names.own_names[owner] if is_there else []
+    return names.own[owner] if is_there else []
 
 
 def _named(name: str, patterns: Any) -> bool:
@@ -269,7 +269,7 @@ def read_tensors(
         for mark in (".lora_", ".ia3_l"):
             published_name, is_there, leaf = bare.rpartition(mark)
             if is_there:
-                owners = names.own_names.get(published_name, [])
+                owners = names.own.get(published_name, [])
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
                 parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
@@ -290,7 +290,7 @@ def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) ->
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if is_token_key(key):
-        return read_token_rows(delta, names.own_names.get(token_owner(key, PREFIX), []), tensor)
+        return read_token_rows(delta, names.own.get(token_owner(key, PREFIX), []), tensor)
     if ".ln_tuning_layers." in key:
         (owner,) = _norm_owners(names, key)
         return {f"{owner}.{key.rpartition('.')[2]}": tensor}
@@ -344,7 +344,7 @@ def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
     """
     names = Names(delta.model)
     attached = {part.owner: part.part for part in layer_parts(delta)}
-    for published_name, owners in names.own_names.items():
+    for published_name, owners in names.own.items():
         parts = [attached[n] for n in owners if n in attached]
         if len(parts) > 1 and published_name not in blocks and isinstance(parts[0], LowRank):
             for part in parts[1:]:

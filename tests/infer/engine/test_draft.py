@@ -124,11 +124,8 @@ def test_a_draft_from_a_directory_within_the_budget(tmp_path: Path) -> None:
         Engine(tmp_path / "large", device_budget_bytes=200 << 20, config=plain) as other,
     ):
         assert engine.plan.budget_bytes == other.plan.budget_bytes
-        assert engine.plan.adapter_reserve_bytes > sum(p.nbytes for p in small().parameters())
-        assert (
-            engine.plan.smallest_bytes - other.plan.smallest_bytes
-            == engine.plan.adapter_reserve_bytes
-        )
+        assert engine.plan.adapter_bytes > sum(p.nbytes for p in small().parameters())
+        assert engine.plan.smallest_bytes - other.plan.smallest_bytes == engine.plan.adapter_bytes
         asked = [Request(PROMPTS[1], greedy(max_new_tokens=NEW))]
         assert say(ask(engine, asked)[0]) == say(ask(other, asked)[0])
     with pytest.raises(ConfigError, match="the draft model takes"):
