@@ -29,8 +29,8 @@ import torch
 
 import __main__
 from bmforge.device import default_device, device_name
-from bmforge.host_memory import give_back_memory, resident_bytes
-from bmforge.host_tuning import tuned_host
+from bmforge.host_memory import resident_bytes, trim_memory
+from bmforge.host_tuning import tune_host
 
 __all__ = [
     "MIB",
@@ -135,7 +135,7 @@ def _serve(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)
-    with tuned_host(default_device()) if tuned else contextlib.nullcontext():
+    with tune_host(default_device()) if tuned else contextlib.nullcontext():
         run = build(*arguments)
         while True:
             try:
@@ -144,14 +144,14 @@ def _serve(
                 return
             measures_memory = message == "step with memory"
             if measures_memory:
-                give_back_memory()
+                trim_memory()
             _reset_peak()
             start = time.perf_counter()
             loss = run()
             seconds = time.perf_counter() - start
             peak_bytes = _peak_bytes()
             if measures_memory:
-                give_back_memory()
+                trim_memory()
             pipe.send(Step(seconds, loss, peak_bytes - resident_bytes()))
 
 

@@ -21,7 +21,7 @@ from bmforge.native import processor_field
 
 __all__ = [
     "DeviceGraph",
-    "adds_to_wide",
+    "accumulates_in_fp32",
     "backend_for",
     "default_device",
     "device_at",
@@ -38,10 +38,10 @@ __all__ = [
     "memory_room_bytes",
     "parse_dtype",
     "peak_flops",
-    "reads_are_free",
+    "reads_without_sync",
     "send_to",
     "triton_features",
-    "wide_dtype",
+    "accumulation_dtype",
 ]
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo", "xpu": "xccl", "npu": "hccl"}
@@ -183,7 +183,7 @@ def triton_features(device: torch.device) -> tuple[bool, bool] | None:
     return (True, capability >= (8, 0)) if capability >= (7, 5) else None
 
 
-def adds_to_wide(device: torch.device) -> bool:
+def accumulates_in_fp32(device: torch.device) -> bool:
     """Return True if 16-bit products can be added to fp32 sums by one operation of torch."""
     return device.type == "cuda" and torch.version.hip is None
 
@@ -254,7 +254,7 @@ def _can_pin(kind: str) -> bool:
     return True
 
 
-def reads_are_free(tensor: torch.Tensor) -> bool:
+def reads_without_sync(tensor: torch.Tensor) -> bool:
     """Return True if reading a tensor's values causes no device wait and no graph break."""
     is_plain = type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
     return is_plain and tensor.device.type == "cpu"
@@ -323,7 +323,7 @@ def parse_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of `dtype` are accumulated: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

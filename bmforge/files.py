@@ -19,7 +19,7 @@ __all__ = [
     "read_json",
     "refuse_pipe",
     "replace_file",
-    "replacing",
+    "replace_atomically",
     "sync_directory",
 ]
 
@@ -90,12 +90,12 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and path.read_bytes() == data:
         return
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(data)
 
 
 @contextmanager
-def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a temporary file to write; on success it is synced and renamed to `path`.
 
     Args:

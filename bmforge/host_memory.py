@@ -16,7 +16,7 @@ __all__ = [
     "available_host_bytes",
     "data_room_bytes",
     "find_glibc",
-    "give_back_memory",
+    "trim_memory",
     "host_memory_bytes",
     "peak_resident_bytes",
     "resident_bytes",
@@ -177,7 +177,7 @@ def _read_group(folder: Path, names: tuple[str, str, str]) -> tuple[int, int] | 
     return int(limit), int(used) - int(cache)
 
 
-def give_back_memory() -> None:
+def trim_memory() -> None:
     """Make glibc return all freed memory of this process to the operating system."""
     library = find_glibc()
     if library is not None:

@@ -15,7 +15,7 @@ import torch
 
 from bmforge.device import fast_products, is_host
 from bmforge.errors import ConfigError, suggest
-from bmforge.host_memory import find_glibc, give_back_memory, resident_bytes
+from bmforge.host_memory import find_glibc, resident_bytes, trim_memory
 from bmforge.logging import get_logger
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "keep_freed_memory",
     "read_tuning",
     "return_freed_memory",
-    "tuned_host",
+    "tune_host",
 ]
 
 _VARIABLE = "BMFORGE_HOST_TUNING"
@@ -95,7 +95,7 @@ class MemoryWatch:
         if self._steps <= _SETTLED_STEPS:
             self._bound = max(self._bound, int(_GROWTH * resident))
         elif resident > self._bound:
-            give_back_memory()
+            trim_memory()
             get_logger().info(
                 (
                     "freed memory was returned to the system: the process used %.2f GB before, "
@@ -108,7 +108,7 @@ class MemoryWatch:
 
 
 @contextmanager
-def tuned_host(device: torch.device) -> Iterator[MemoryWatch | None]:
+def tune_host(device: torch.device) -> Iterator[MemoryWatch | None]:
     """Context manager that applies and logs the host settings for a long computation.
 
     The setting of matrix products is restored on exit; freed memory is still kept afterwards.

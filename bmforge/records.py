@@ -1,8 +1,8 @@
 """Records of a model's parallel layout, and of where a tensor's values are stored.
 
 Parallel layouts, weight streaming and offloading write these records; other packages read them with
-`laid_out` (for a model) and `side_of` (for a tensor). Nothing else is set on modules and tensors
-from outside.
+`find_parallel_record` (for a model) and `metadata_of` (for a tensor). Nothing else is set on
+modules and tensors from outside.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bmforge.surgery import find_modules, find_repeated_blocks
 
 __all__ = [
-    "Cuts",
-    "Keeper",
-    "LaidOut",
-    "Side",
+    "UnitRules",
+    "TensorStorage",
+    "ParallelRecord",
+    "TensorMetadata",
     "Span",
     "Stack",
     "Unit",
     "as_stack_",
     "fill_slot_",
     "find_units",
-    "laid_out",
-    "note_",
-    "record_of",
-    "side_of",
+    "find_parallel_record",
+    "set_metadata_",
+    "parallel_record_of",
+    "metadata_of",
     "swap_",
     "units_of",
 ]
@@ -99,7 +99,7 @@ class Unit:
     stage: int | None = None
 
 
-class Cuts(Protocol):
+class UnitRules(Protocol):
     """Interface of `models.LayoutRules`: which modules are sharded or recomputed as a unit."""
 
     @property
@@ -111,7 +111,7 @@ class Cuts(Protocol):
         """Globs of the modules whose activations can be recomputed."""
 
 
-def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
+def find_units(model: nn.Module, rules: UnitRules | None) -> tuple[Unit, ...]:
     """Return a model's units in module order: those of `rules`, or by default its repeated blocks.
 
     Raises:
@@ -131,7 +131,7 @@ def find_units(model: nn.Module, rules: Cuts | None) -> tuple[Unit, ...]:
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
     """Return the recorded units of a model; if none are recorded, the result of `find_units`."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None and record.units is not None:
         return record.units
     own: Any = getattr(model, "layout_rules", None)
@@ -139,7 +139,7 @@ def units_of(model: nn.Module) -> tuple[Unit, ...]:
 
 
 @dataclass
-class LaidOut:
+class ParallelRecord:
     """Record of how `parallelize` and other functions have changed a model.
 
     Args:
@@ -164,29 +164,29 @@ class LaidOut:
     streamers: tuple[Any, ...] = ()
     units: tuple[Unit, ...] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LaidOut:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelRecord:
         """Copy the units and share everything else: a copied model uses the same process groups."""
         copied = copy.copy(self)
         copied.units = copy.deepcopy(self.units, memo)
         return copied
 
 
-_RECORD = "_laid_out"
+_RECORD = "_parallel_record"
 
 
-def laid_out(model: nn.Module) -> LaidOut | None:
+def find_parallel_record(model: nn.Module) -> ParallelRecord | None:
     """Return the record of a model's parallel layout, or None if it was not parallelized."""
-    record: LaidOut | None = model.__dict__.get(_RECORD)
+    record: ParallelRecord | None = model.__dict__.get(_RECORD)
     return record
 
 
-def record_of(model: nn.Module) -> LaidOut:
+def parallel_record_of(model: nn.Module) -> ParallelRecord:
     """Return the record of a model's parallel layout, creating an empty record if needed."""
-    record: LaidOut = model.__dict__.setdefault(_RECORD, LaidOut())
+    record: ParallelRecord = model.__dict__.setdefault(_RECORD, ParallelRecord())
     return record
 
 
-class Keeper(Protocol):
+class TensorStorage(Protocol):
     """Stores a tensor's local values outside of the tensor's own memory.
 
     Attributes:
@@ -205,7 +205,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True)
-class Side:
+class TensorMetadata:
     """Record of the storages that hold the values and the gradient of one tensor.
 
     It must not reference the tensor, because both would then never be freed.
@@ -217,23 +217,23 @@ class Side:
         offloaded_gradient: queue that receives the gradient as soon as backward has computed it.
     """
 
-    master: Keeper | None = None
-    origin: Keeper | None = None
+    master: TensorStorage | None = None
+    origin: TensorStorage | None = None
     offloaded_gradient: Any = None
 
 
-_NOTHING = Side()
+_NOTHING = TensorMetadata()
 _SIDES = WeakIdKeyDictionary()
 
 
-def side_of(tensor: Tensor) -> Side:
-    """Return the record of where a tensor's values are stored; an empty `Side` if there is none."""
+def metadata_of(tensor: Tensor) -> TensorMetadata:
+    """Return the record of where a tensor's values are stored; empty if there is none."""
     return _SIDES.get(tensor, _NOTHING) if len(_SIDES) else _NOTHING
 
 
-def note_(tensor: Tensor, **facts: Any) -> None:
-    """Record where a tensor's values or gradient are stored, by setting fields of its `Side`."""
-    side = replace(side_of(tensor), **facts)
+def set_metadata_(tensor: Tensor, **facts: Any) -> None:
+    """Record where a tensor's values or gradient are stored, in its `TensorMetadata`."""
+    side = replace(metadata_of(tensor), **facts)
     if side == _NOTHING:
         _SIDES.pop(tensor, None)
     else:
@@ -243,7 +243,7 @@ def note_(tensor: Tensor, **facts: Any) -> None:
 def swap_(old: Tensor, new: Tensor) -> None:
     """Give `old` the storage and dtype of `new`, in place.
 
-    The tensor object `old` and its `Side` record are kept. `new` is not usable afterwards.
+    The tensor object `old` and its `TensorMetadata` are kept. `new` is not usable afterwards.
     """
     side = _SIDES.pop(old, None)
     torch.utils.swap_tensors(old, new)

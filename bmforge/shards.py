@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from bmforge.records import Keeper, side_of
+from bmforge.records import TensorStorage, metadata_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ __all__ = [
     "is_first_replica",
     "is_streamed",
     "is_torchao",
-    "laid_out_like",
+    "shard_like",
     "local_box",
     "local_tensor",
     "put_values_",
@@ -95,7 +95,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
-def laid_out_like(local: Tensor, pattern: Tensor) -> Tensor:
+def shard_like(local: Tensor, pattern: Tensor) -> Tensor:
     """Return a tensor that is sharded like `pattern` and whose local shard is `local`.
 
     If `pattern` is not a DTensor, `local` itself is returned.
@@ -117,7 +117,7 @@ def is_streamed(tensor: Tensor) -> bool:
 
     The parameter's own memory is then not valid; use `source_of` or `whole_tensor` to read it.
     """
-    return side_of(tensor).origin is not None
+    return metadata_of(tensor).origin is not None
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -159,7 +159,7 @@ class Source:
     """
 
     pattern: Tensor
-    keeper: Keeper | None = None
+    keeper: TensorStorage | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,14 +205,14 @@ class Source:
 
 def source_of(tensor: Tensor) -> Source:
     """Return the source of a tensor's values: the master copy, if the tensor has one."""
-    side = side_of(tensor)
+    side = metadata_of(tensor)
     return Source(tensor, side.master or side.origin)
 
 
 @torch.no_grad()
 def put_values_(tensor: Tensor, values: Tensor) -> None:
     """Write this rank's values of a tensor into its memory or its storages."""
-    side = side_of(tensor)
+    side = metadata_of(tensor)
     if side.origin is None:
         local_tensor(tensor).copy_(values)
     if side.master is not None:
@@ -224,7 +224,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
     Comm: an all-gather if the tensor is sharded.
     """
-    origin = side_of(tensor).origin
+    origin = metadata_of(tensor).origin
     if origin is not None:
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         origin.fill(values)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from bmforge.models import init_weights_
 from bmforge.models.rules import LayoutRules, TensorCut
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.shard_hooks import identity
 from bmforge.parallel import (
     Layout,
     build_mesh,
@@ -70,12 +70,12 @@ class Mixer(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.enter = pass_on  # tensor parallelism sums the gradient of its input here
+        self.input_fn = identity  # tensor parallelism sums the gradient of its input here
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, is_text: Tensor) -> Tensor:
-        x = self.up(self.enter(x)) * is_text[..., None]
+        x = self.up(self.input_fn(x)) * is_text[..., None]
         count = is_text.cumsum(1).clamp(min=1)[..., None]
         return self.down(F.gelu(x + x.cumsum(1) / count))
 

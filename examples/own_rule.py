@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from bmforge.data import DocumentStage, PrepareConfig, prepare
-from bmforge.data.clean import Bounds, JudgeByRules, Rule, RuleSet, TextStatistics
+from bmforge.data.clean import Bounds, Rule, RuleFilter, RuleSet, TextStatistics
 
 
 def shout(text: TextStatistics) -> float:
@@ -17,7 +17,7 @@ def shout(text: TextStatistics) -> float:
 MINE = RuleSet("mine", 1, (Rule("shouts", shout, Bounds(high=3)),))
 
 if __name__ == "__main__":  # worker processes import this file as well
-    judge = JudgeByRules("none", (MINE,))
+    judge = RuleFilter("none", (MINE,))
     steps = [DocumentStage("mine", judge, judge.version)]
     config = PrepareConfig(vocab_size=512, workers=2, skip_bad=True)
     report = prepare(sys.argv[1], sys.argv[2], config, steps=steps)

@@ -13,7 +13,7 @@ import torch
 
 from bmforge import device, host_memory, host_tuning
 from bmforge.errors import ConfigError
-from bmforge.host_tuning import MemoryWatch, keep_freed_memory, read_tuning, tuned_host
+from bmforge.host_tuning import MemoryWatch, keep_freed_memory, read_tuning, tune_host
 
 CPU = torch.device("cpu")
 
@@ -71,8 +71,8 @@ def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "find_glibc", lambda: None)
     set_words(monkeypatch, "memory")
     assert not keep_freed_memory()
-    host_memory.give_back_memory()
-    with tuned_host(CPU) as watch:
+    host_memory.trim_memory()
+    with tune_host(CPU) as watch:
         assert watch is None
 
 
@@ -82,7 +82,7 @@ def test_what_grows_is_given_back_and_said(
     sizes: Iterator[int] = iter([400, 480, 440, 590, 610, 500, 610, 760, 770, 500])
     given: list[int] = []
     monkeypatch.setattr(host_tuning, "resident_bytes", lambda: next(sizes) * 10**7)
-    monkeypatch.setattr(host_tuning, "give_back_memory", lambda: given.append(1))
+    monkeypatch.setattr(host_tuning, "trim_memory", lambda: given.append(1))
     watch = MemoryWatch()
     for _ in range(8):  # two more sizes are read where it is said what is left
         watch.note_step()
@@ -142,15 +142,16 @@ def test_it_is_said_how_to_switch_it_off(
 ) -> None:
     monkeypatch.setattr(device, "_mkl_is_slow", lambda: True)
     set_words(monkeypatch, "products")
-    with tuned_host(CPU) as watch:
+    with tune_host(CPU) as watch:
         assert watch is None
         was_fast = torch.backends.mkldnn.matmul.fp32_precision == "bf16"
     assert len(messages) == was_fast
     assert all("BMFORGE_HOST_TUNING=none" in message for message in messages)
     set_words(monkeypatch, "none")
-    with tuned_host(CPU) as watch:
+    with tune_host(CPU) as watch:
         assert watch is None
-    with tuned_host(torch.device("meta")) as watch:  # what is not the host asks nothing of it
+    # The meta device is no host, so nothing is measured.
+    with tune_host(torch.device("meta")) as watch:
         assert watch is None
     assert len(messages) == was_fast
 

@@ -13,18 +13,18 @@ from torch import nn
 
 from bmforge.memory.state_storage import StateStorage
 from bmforge.records import (
-    LaidOut,
-    Side,
+    ParallelRecord,
     Span,
     Stack,
+    TensorMetadata,
     Unit,
     as_stack_,
     fill_slot_,
+    find_parallel_record,
     find_units,
-    laid_out,
-    note_,
-    record_of,
-    side_of,
+    metadata_of,
+    parallel_record_of,
+    set_metadata_,
     swap_,
     units_of,
 )
@@ -42,21 +42,21 @@ def home(values: torch.Tensor) -> StateStorage:
 def test_a_side_stays_with_its_tensor() -> None:
     """Equal tensors have sides of their own; what is taken back leaves nothing."""
     one, other = nn.Parameter(VALUES.clone()), nn.Parameter(VALUES.clone())
-    assert side_of(one) == Side()
+    assert metadata_of(one) == TensorMetadata()
     kept = home(VALUES)
-    note_(one, master=kept)
-    note_(one, offloaded_gradient="gone")
-    assert side_of(one) == Side(master=kept, offloaded_gradient="gone")
-    assert side_of(other) == side_of(copy.deepcopy(one)) == Side()
-    note_(one, master=None, offloaded_gradient=None)
-    assert side_of(one) == Side()
+    set_metadata_(one, master=kept)
+    set_metadata_(one, offloaded_gradient="gone")
+    assert metadata_of(one) == TensorMetadata(master=kept, offloaded_gradient="gone")
+    assert metadata_of(other) == metadata_of(copy.deepcopy(one)) == TensorMetadata()
+    set_metadata_(one, master=None, offloaded_gradient=None)
+    assert metadata_of(one) == TensorMetadata()
     assert not weakref.getweakrefs(one)
 
 
 def test_a_side_goes_with_its_tensor() -> None:
     """It keeps no tensor alive, and nobody keeps it."""
     tensor, kept = nn.Parameter(VALUES.clone()), home(VALUES)
-    note_(tensor, master=kept)
+    set_metadata_(tensor, master=kept)
     gone, freed = weakref.ref(tensor), weakref.ref(kept)
     del tensor, kept
     gc.collect()
@@ -68,10 +68,10 @@ def test_a_side_survives_another_dtype() -> None:
     """A swapped tensor is the same object with the same side."""
     tensor, kept = nn.Parameter(VALUES.clone()), home(VALUES)
     tensor.own = "noted by others"  # type: ignore[attr-defined]
-    note_(tensor, master=kept)
+    set_metadata_(tensor, master=kept)
     swap_(tensor, nn.Parameter(VALUES.to(torch.bfloat16)))
     assert tensor.dtype == torch.bfloat16
-    assert side_of(tensor).master is kept
+    assert metadata_of(tensor).master is kept
     assert tensor.own == "noted by others"  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ def test_values_are_found_where_they_are() -> None:
     plain = nn.Parameter(VALUES.clone())
     assert torch.equal(source_of(plain).read(), VALUES)
     narrow = nn.Parameter(VALUES.to(torch.bfloat16))
-    note_(narrow, master=home(VALUES + 0.001))
+    set_metadata_(narrow, master=home(VALUES + 0.001))
     assert source_of(narrow).dtype == torch.float32
     assert torch.equal(source_of(narrow).read(), VALUES + 0.001)
     assert whole_tensor(narrow).dtype == torch.bfloat16
@@ -89,10 +89,10 @@ def test_values_are_found_where_they_are() -> None:
     assert torch.equal(narrow.detach(), (VALUES + 1.001).to(torch.bfloat16))
     hollow = nn.Parameter(torch.full((2, 3), float("nan")))
     assert not is_streamed(hollow)
-    note_(hollow, origin=home(VALUES))
+    set_metadata_(hollow, origin=home(VALUES))
     assert is_streamed(hollow)
     assert torch.equal(whole_tensor(hollow), VALUES)
-    note_(hollow, master=home(VALUES))
+    set_metadata_(hollow, master=home(VALUES))
     put_values_(hollow, VALUES + 2)
     assert torch.equal(source_of(hollow).read(), VALUES + 2)
     assert hollow.isnan().all()
@@ -117,13 +117,13 @@ def test_what_was_taken_does_not_change() -> None:
 def test_a_record_is_one_per_model() -> None:
     """It is made when something is noted, and a copy has one of its own."""
     model = nn.Linear(2, 2)
-    assert laid_out(model) is None
-    record_of(model).prefetch = 3
-    assert laid_out(model) is record_of(model)
+    assert find_parallel_record(model) is None
+    parallel_record_of(model).prefetch = 3
+    assert find_parallel_record(model) is parallel_record_of(model)
     other = copy.deepcopy(model)
-    assert laid_out(other) == LaidOut(prefetch=3)
-    record_of(other).prefetch = 1
-    assert record_of(model).prefetch == 3
+    assert find_parallel_record(other) == ParallelRecord(prefetch=3)
+    parallel_record_of(other).prefetch = 1
+    assert parallel_record_of(model).prefetch == 3
     assert list(model.state_dict()) == ["weight", "bias"]
 
 
@@ -187,10 +187,10 @@ def test_units_are_listed_once() -> None:
         ("layers.0", model.layers[0]),
         ("layers.1", model.layers[1]),
     ]
-    record_of(model).units = (Unit("layers.1", model.layers[1], True, True, stage=3),)
+    parallel_record_of(model).units = (Unit("layers.1", model.layers[1], True, True, stage=3),)
     assert [unit.name for unit in units_of(model)] == ["layers.1"]
     other = copy.deepcopy(model)
     assert units_of(other)[0].module is other.layers[1]
     model.layout_rules = Rules  # type: ignore[assignment]
-    record_of(model).units = None
+    parallel_record_of(model).units = None
     assert [unit.name for unit in units_of(model)] == [name for name, _, _ in found]

@@ -48,7 +48,7 @@ from bmforge.compress import (
     shrink_,
 )
 from bmforge.compress.quantize.int8_product import int8_linear
-from bmforge.host_memory import give_back_memory, peak_resident_bytes, resident_bytes
+from bmforge.host_memory import peak_resident_bytes, resident_bytes, trim_memory
 from bmforge.host_tuning import return_freed_memory
 from bmforge.infer.decoder import Decoder
 from bmforge.models import Llama, LlamaConfig
@@ -270,7 +270,7 @@ def _gptq_peak(shape: dict[str, int]) -> dict[str, int]:
     counts = ctypes.CDLL(None)
     counts.allocator_live.restype = counts.allocator_peak.restype = ctypes.c_long
     return_freed_memory()  # as `bmforge compress` does
-    give_back_memory()
+    trim_memory()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     counts.allocator_reset()
     resident, allocated = resident_bytes(), counts.allocator_live()

@@ -34,7 +34,7 @@ from benchmarks.harness import header, make_parser, paired_ratio, table
 from benchmarks.inference.decode import Peer
 from bmforge.host_memory import peak_resident_bytes, resident_bytes
 from bmforge.infer import Engine, EngineConfig
-from bmforge.memory.direct_read import READ_THREADS, DirectReads
+from bmforge.memory.direct_read import READ_THREADS, DirectReader
 from bmforge.memory.streamed_experts import ExpertStreamer, find_experts
 from bmforge.models import CPM2, CPM2Config, Llama, LlamaConfig, Mixtral, MixtralConfig
 from bmforge.models.formats.gguf_export import export_gguf
@@ -107,7 +107,7 @@ def read_directly(path: Path, most: int) -> float:
     The threads of the engine's reader read the file past the page cache.
     """
     size = min(path.stat().st_size // CHUNK * CHUNK, most)
-    descriptor, local = DirectReads().open(path), threading.local()
+    descriptor, local = DirectReader().open(path), threading.local()
 
     def read(start: int) -> None:
         if not hasattr(local, "buffer"):
@@ -132,9 +132,9 @@ class Counter:
 
     def __init__(self) -> None:
         self.bytes, self.used, counter = 0, 0, self
-        inner, work = DirectReads.read_into, ExpertStreamer._work
+        inner, work = DirectReader.read_into, ExpertStreamer._work
 
-        def read_into(self: DirectReads, descriptor: int, target: memoryview, offset: int) -> None:
+        def read_into(self: DirectReader, descriptor: int, target: memoryview, offset: int) -> None:
             inner(self, descriptor, target, offset)
             counter.bytes += len(target)
 
@@ -142,7 +142,7 @@ class Counter:
             counter.used += sum(t.nbytes for t in self._layers[key.layer].one.module.parameters())
             return work(self, key, x)
 
-        DirectReads.read_into = read_into  # type: ignore[method-assign]
+        DirectReader.read_into = read_into  # type: ignore[method-assign]
         ExpertStreamer._work = run  # type: ignore[method-assign]
 
 

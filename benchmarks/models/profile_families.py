@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import header, make_parser, table
 from bmforge import models
 from bmforge.device import default_device
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import tune_host
 from bmforge.parallel import parallelize
 
 ROWS, LENGTH, VOCAB, COUNTED = 4, 256, 8192, 2
@@ -130,7 +130,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(header(options.threads, ["torch"]) + "\n", flush=True)
     rows = []
-    with tuned_host(default_device()):
+    with tune_host(default_device()):
         for name in options.families:
             rows += measure(name, options.precision)
             print(

@@ -23,7 +23,7 @@ from bmforge.models import Bert, BertConfig
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleLoader
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.prompt import ManualVerbalizer, PromptRows, Template
-from bmforge.tune.prompt.questions import Question, lay_questions
+from bmforge.tune.prompt.questions import Question, collate_questions
 
 SEQ_LEN, ROWS = 128, 8
 WORDS = (
@@ -105,7 +105,7 @@ def main() -> None:
 
     def load_eagerly(count: int) -> object:
         prompts = [template.encode(GeneratedExamples(count)[n], SEQ_LEN) for n in range(count)]
-        columns = lay_questions([Question([p], [], []) for p in prompts], 0)
+        columns = collate_questions([Question([p], [], []) for p in prompts], 0)
         ids = [[*row, *[0] * (SEQ_LEN - len(row))] for row in columns["input_ids"]]
         return ids, columns
 

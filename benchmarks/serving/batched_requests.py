@@ -225,7 +225,10 @@ def measure_speculation(model: Any, most: int, budget_s: float) -> None:
     for name, ids in (("random", draw_prompt(2, 36)), ("repeated", circle * 3)):
         if name == "repeated":
             make_copy_(model, circle)
-        pair = tuple(Served(model, 1, 512, speculates=speculates) for speculates in (True, False))
+        pair = tuple(
+            Served(model, 1, 512, use_speculation=use_speculation)
+            for use_speculation in (True, False)
+        )
 
         def run(
             new: int = 96, ids: list[int] = ids, pair: tuple[Served, ...] = pair

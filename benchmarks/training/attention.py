@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import header, make_parser, paired_ratio, table, time_in_turns
-from bmforge.host_tuning import tuned_host
-from bmforge.nn.host_attention import host_attention, takes_host_attention
+from bmforge.host_tuning import tune_host
+from bmforge.nn.host_attention import can_use_host_attention, host_attention
 
 # batch size, heads, KV heads, tokens, head dim, causal, dropout
 Shape = tuple[int, int, int, int, int, bool, float]
@@ -66,10 +66,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    assert takes_host_attention(torch.empty(1, 1, 64, 64)), "no C++ compiler here"
+    assert can_use_host_attention(torch.empty(1, 1, 64, 64)), "no C++ compiler here"
     print(header(torch.get_num_threads(), ["torch"]))
     rows = []
-    with tuned_host(torch.device("cpu")):
+    with tune_host(torch.device("cpu")):
         for shape in SHAPES:
             batch_size, num_heads, num_kv_heads, tokens, head_dim, *_ = shape
             for dtype in DTYPES:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.harness import header, make_parser, paired_ratio, table, time_in_turns
 from bmforge.device import default_device
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import tune_host
 from bmforge.nn.host_rows import host_gelu, host_rms_norm
 
 Work = Callable[..., object]
@@ -90,7 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(header(1, ["torch"]) + "\n", flush=True)
     kernels, fused = [], []
-    with tuned_host(default_device()):
+    with tune_host(default_device()):
         for dtype in (torch.float32, torch.bfloat16):
             x, weight = torch.randn(2048, 768).to(dtype), torch.randn(768).to(dtype)
             wide = torch.randn(2048, 3072).to(dtype)

@@ -35,7 +35,7 @@ from benchmarks.harness import (
     table,
 )
 from bmforge.device import default_device
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import tune_host
 from bmforge.models import GPT2
 from bmforge.parallel import parallelize
 
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--force", action="store_true", help="bf16 on a CPU without bf16 products")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    with tuned_host(default_device()):  # the bound also uses the faster products
+    with tune_host(default_device()):  # the bound also uses the faster products
         run(arguments)
 
 

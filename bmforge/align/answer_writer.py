@@ -14,7 +14,7 @@ from bmforge.infer.engine.native_step import NativeStep
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
 from bmforge.parallel import pipeline_of
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import whole_tensor
 from bmforge.surgery import evaluating, persistent_tensors
 
@@ -187,7 +187,7 @@ class AnswerWriter:
 
 
 def _needs_copy(model: Any) -> bool:
-    record = laid_out(model)
+    record = find_parallel_record(model)
     is_spread = record is not None and record.mesh is not None and record.mesh.size() > 1
     return is_spread or any(type(p.data) is not torch.Tensor for p in model.parameters())
 

@@ -19,7 +19,7 @@ from bmforge.align.value_training import VALUE_METRICS, ValueTrainer
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel import reshard_
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.surgery import evaluating
 from bmforge.train.metric_sums import MetricKind, MetricValue
 from bmforge.train.objective import LossAndMetrics
@@ -253,7 +253,7 @@ def open_reference(
     if list_deltas(model) and not trains_base:
         return _reference_of(model, lambda: choosing_deltas(model, base_adapters(model)))
     if make_copy is None:
-        record = laid_out(model)
+        record = find_parallel_record(model)
         is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
         if is_sharded or (record is not None and record.mesh and record.mesh.size() > 1):
             raise ConfigError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bmforge.align.losses import reward_loss
 from bmforge.batch import IGNORE_INDEX, Batch
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.train import LossAndMetrics
 from bmforge.train.metric_sums import MetricKind
 
@@ -51,7 +51,7 @@ class RewardObjective:
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         if logits is None:  # an earlier stage of a pipeline
             return None
-        rewards = logits[:, 0].to(wide_dtype(logits.dtype))
+        rewards = logits[:, 0].to(accumulation_dtype(logits.dtype))
         is_real = (batch["labels"][::2] != IGNORE_INDEX).any(1)
         chosen, rejected = rewards[::2], rewards[1::2]
         loss = reward_loss(
@@ -101,7 +101,7 @@ class ProcessRewardObjective:
         labels = batch["labels"]
         is_end = labels != IGNORE_INDEX
         logits = logits[:, -labels.shape[1] :]  # without the positions of a soft prompt
-        logprobs = F.log_softmax(logits.to(wide_dtype(logits.dtype)), -1)
+        logprobs = F.log_softmax(logits.to(accumulation_dtype(logits.dtype)), -1)
         picked = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
         rewards = logprobs.detach()[..., 1].exp()
         is_right = (rewards > 0.5) == (labels == 1)

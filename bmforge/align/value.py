@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bmforge.align.rollout_batches import INPUT_NAMES, mask_answers
 from bmforge.batch import Batch
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.train import LossAndMetrics
 from bmforge.train.metric_sums import MetricKind
@@ -146,7 +146,7 @@ def predict_values(model: Any, batch: Batch) -> Tensor | None:
     before = (torch.arange(length, device=batch["input_ids"].device) - 1).clamp(min=0)
     inputs = {name: batch[name] for name in INPUT_NAMES}
     logits = model(**inputs, logits_at=before.expand(rows, -1)).logits
-    return None if logits is None else logits[..., 0].to(wide_dtype(logits.dtype))
+    return None if logits is None else logits[..., 0].to(accumulation_dtype(logits.dtype))
 
 
 def value_loss(

@@ -16,7 +16,7 @@ from bmforge.cli.options import ChatCommand
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.files import replace_file
 from bmforge.infer.chat import Conversation
-from bmforge.infer.conversation import OWN_FORMS, Talk, TalkConfig, converse, open_talk
+from bmforge.infer.conversation import OWN_FORMS, Talk, TalkConfig, open_conversation, open_talk
 from bmforge.infer.engine import EngineConfig
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.settings import MemoryOptions
@@ -247,7 +247,7 @@ def answer_once(model: Any, tokenizer: Any, directory: Path, text: str, **option
         text: the user's message.
         options: fields of `GenerationConfig`.
     """
-    return converse(model, tokenizer, directory, options).reply(text)
+    return open_conversation(model, tokenizer, directory, options).reply(text)
 
 
 def _read_lines() -> Iterator[str]:

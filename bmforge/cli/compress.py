@@ -9,10 +9,10 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes.compress import (
     StoppedError,
-    ask_teacher,
     describe_phases,
     read_recipe,
     run_compress,
+    store_teacher_answers,
 )
 
 __all__ = ["run_compress_command"]
@@ -32,7 +32,7 @@ def run_compress_command(command: CompressCommand) -> None:
         print(describe_phases(config))
         return
     if command.answers is not None:
-        ask_teacher(config, command.answers)
+        store_teacher_answers(config, command.answers)
         return
     try:
         run_compress(config)

@@ -44,13 +44,13 @@ def run_data(arguments: Sequence[str]) -> None:
 
 def _explain(command: DataExplainCommand) -> None:
     # Imported lazily, like the functions below, because help and argument errors do not need it.
-    from bmforge.data import normalise
+    from bmforge.data import normalize_text
     from bmforge.data.clean import explain
 
     shown = 0
     for document in islice(_chosen(command), command.documents):
         shown += 1
-        text = normalise(document.text)
+        text = normalize_text(document.text)
         print(f"{document.source}:{document.place}  {_one_line(text)}")
         for line in explain(replace(document, text=text), command.rules):
             low, high = line.bounds.low, line.bounds.high

@@ -11,14 +11,14 @@ from bmforge.device import default_device
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
-from bmforge.recipes.adapters import attach_adapter, settle_adapter
+from bmforge.recipes.adapters import attach_adapter, resolve_adapter
 from bmforge.recipes.base_weights import (
     check_base_dtype,
-    packs_base,
     quantize_base_,
+    quantizes_base_on_load,
     store_frozen_,
 )
-from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.recipes.preferences import read_pairs, train_preferences
 from bmforge.recipes.registry import Recipe
 from bmforge.recipes.resident_models import list_resident_models
@@ -69,9 +69,9 @@ def check_data(recipe: Recipe, config: Any, world_size: int) -> None:
         return
     if isinstance(config, RewardConfig):
         config = with_reward_head(config)
-    config = dataclasses.replace(config, data=settle_batch(config, world_size))
+    config = dataclasses.replace(config, data=resolve_batch(config, world_size))
     ranks = World(0, config.layout.row_groups(world_size), default_device())
-    read(settle_adapter(config), ranks)
+    read(resolve_adapter(config), ranks)
 
 
 def show_dry_run(config: Any, world_size: int) -> str:
@@ -82,7 +82,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
     """
     # If the layout has problems, all of them are reported together below.
     if not config.layout.problems(world_size):
-        settle_batch(config, world_size)
+        resolve_batch(config, world_size)
     if isinstance(config, RewardConfig):
         config = with_reward_head(config)
     family = family_of(config.model)
@@ -90,7 +90,7 @@ def show_dry_run(config: Any, world_size: int) -> str:
 
     def build() -> Any:
         model = family.from_config(with_changes(config), device="meta")
-        if packs_base(config):
+        if quantizes_base_on_load(config):
             quantize_base_(model, config.base_dtype)
         attach_adapter(model, config)
         store_frozen_(model, config)

@@ -226,7 +226,7 @@ def open_with_adapters(
             fit the model.
     """
     memory = with_file_scheme(memory, directory)
-    config = replace(config, beside_bytes=delta_bytes(deltas))
+    config = replace(config, adapter_bytes=delta_bytes(deltas))
     engine = Engine(
         directory,
         device_budget_bytes=budget,

@@ -35,7 +35,7 @@ from bmforge.nn import (
     subset_logprobs,
 )
 from bmforge.parallel import expert
-from bmforge.parallel.planner.storage_tracker import Follower
+from bmforge.parallel.planner.storage_tracker import StorageTracker
 from bmforge.parallel.planner.workload import Workload
 from bmforge.recipes.base_weights import cast_frozen_
 from bmforge.recipes.run import family_of
@@ -249,7 +249,7 @@ class _ShallowModels:
 
 
 @contextmanager
-def seen_as_plain(follower: Follower) -> Iterator[None]:
+def seen_as_plain(follower: StorageTracker) -> Iterator[None]:
     """Context manager in which fake tensors count as ordinary tensors and long loops are shortened.
 
     `nn.recompute` frees only the outputs of ordinary tensors, which it identifies by their address.
@@ -304,8 +304,8 @@ def seen_as_plain(follower: Follower) -> Iterator[None]:
 
 
 _HOST_KERNELS: list[tuple[Any, str, Callable[..., bool]]] = [
-    (norm, "takes_host_rms_norm", host_rows.suits_host_rms_norm),
-    (mlp, "takes_host_gated", host_rows.suits_host_gated),
+    (norm, "can_use_host_rms_norm", host_rows.supports_host_rms_norm),
+    (mlp, "can_use_host_gated", host_rows.supports_host_gated),
 ]
 
 

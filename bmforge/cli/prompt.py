@@ -16,7 +16,7 @@ from bmforge.recipes.prompt import PromptTuneConfig
 from bmforge.recipes.start import find_start
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.prompt import Template
-from bmforge.tune.prompt.questions import ask_example
+from bmforge.tune.prompt.questions import encode_question
 
 __all__ = ["run_prompt"]
 
@@ -42,8 +42,8 @@ def run_prompt(command: PromptCommand) -> None:
     words = open_words(config, task, examples[0], tokenizer, template.num_masks)
     console = Console(highlight=False)
     console.print(Text.assemble(("template  ", "dim"), text))
-    console.print(Text.assemble(("asked as  ", "dim"), template.asking.kind, ": ",
-                                template.asking.about))  # fmt: skip
+    console.print(Text.assemble(("asked as  ", "dim"), template.prompt_format.kind, ": ",
+                                template.prompt_format.about))  # fmt: skip
     for number, example in enumerate(examples[: command.examples]):
         _show(console, template, words, example, number, command)
     _show_words(console, words, tokenizer, examples[0])
@@ -60,7 +60,7 @@ def _show(
         style = _COLOURS[piece.kind] or ("green" if piece.shortenable else "default")
         legend.append(shown, style=f"not dim {style}")
     console.print(legend)
-    question = ask_example(template, words, example, command.seq_len, command.cut)
+    question = encode_question(template, words, example, command.seq_len, command.cut)
     for prompt in question.prompts:
         ids = Text("ids       ", style="dim")
         for position, id in enumerate(prompt.input_ids):

@@ -135,7 +135,7 @@ def _open_engine(command: ServeCommand, source: ModelSource, budget: int | None)
         requests=RequestsConfig(
             max_num_seqs=command.max_num_seqs,
             total_tokens=context.total_tokens,
-            speculates=command.speculate,
+            use_speculation=command.speculate,
             draft=command.draft,
         ),
     )

@@ -14,7 +14,7 @@ from bmforge.compress.method import Method, MethodBase
 from bmforge.compress.moefy import MoEfyConfig, moefy
 from bmforge.compress.prune import PruneConfig, StructureConfig, prune, shrink_
 from bmforge.compress.quantize import QuantizeConfig, quantize
-from bmforge.compress.report import CompressReport, ModelSizes, PhaseFacts, measure_sizes
+from bmforge.compress.report import CompressReport, ModelSizes, PhaseResults, measure_sizes
 from bmforge.compress.sensitivity import Sensitivity, measure_sensitivity
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "MethodBase",
     "MoEfyConfig",
     "ModelSizes",
-    "PhaseFacts",
+    "PhaseResults",
     "PruneConfig",
     "QuantizeConfig",
     "Sensitivity",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 
 __all__ = ["BlockCall", "record_calls"]
@@ -50,7 +50,7 @@ class BlockCall:
 
 def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(wide_dtype(value.dtype))
+        return value.to(accumulation_dtype(value.dtype))
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_widen(item) for item in value)
     if type(value) is dict:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bmforge.compress.batches import prepare_batches
 from bmforge.compress.block_calls import BlockCall, record_calls
 from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.surgery import evaluating, find_repeated_blocks
@@ -75,7 +75,7 @@ class BlockRun:
     def run_wide(self) -> Iterator[Tensor]:
         """Yield the output of the block for every batch, with all inputs in fp32."""
         for call, x in zip(self.calls, self.inputs, strict=True):
-            yield call.widened().run(self.block, x.to(wide_dtype(x.dtype)))
+            yield call.widened().run(self.block, x.to(accumulation_dtype(x.dtype)))
 
 
 @torch.no_grad()

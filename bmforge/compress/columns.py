@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bmforge.compress.statistics import Hessian
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 
 __all__ = ["ColumnUpdate", "update_columns"]
 
@@ -66,7 +66,7 @@ def update_columns(
     Raises:
         ConfigError: the Hessian is not positive definite. The matrix is then unchanged.
     """
-    wide = wide_dtype(matrix.dtype)
+    wide = accumulation_dtype(matrix.dtype)
     factor = hessian.inverse_factor(damp, name).to(wide)
     values = matrix.to(wide, copy=not in_place)
     columns = values.shape[1]

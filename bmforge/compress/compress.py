@@ -26,12 +26,12 @@ from bmforge.compress.methods import attach_methods
 from bmforge.compress.report import (
     CompressReport,
     ModelSizes,
-    PhaseFacts,
+    PhaseResults,
     measure_sizes,
     measure_zeros,
 )
 from bmforge.errors import ConfigError
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import whole_tensor
 from bmforge.surgery import copy_to_meta, persistent_tensors
 
@@ -201,7 +201,7 @@ class Compression:
         for method in self.methods:
             method.load_state_dict(state["methods"][method.name])
 
-    def leave_teacher_(self) -> None:
+    def remove_teacher_(self) -> None:
         """Remove the modules that only distillation uses, so that the model can be saved."""
         if self.distiller is not None:
             self.distiller.leave_()
@@ -219,7 +219,7 @@ class Compression:
         """
         if self._is_finished:
             raise ConfigError("the compression is already finished. Call finish_() only once.")
-        self.leave_teacher_()
+        self.remove_teacher_()
         self.model = _plain_model(self.model, self._plain)
         facts = {method.name: method.finish_(self.model) for method in self.methods}
         # Quantization may add zeros after they were counted.
@@ -227,7 +227,7 @@ class Compression:
             facts["zeros"] |= measure_zeros(self.model, facts["zeros"].get("layers", ()))
         self._is_finished = True
         done = " + ".join(METHOD_WORDS[method.name] for method in self.methods) or "distilled"
-        phase = PhaseFacts(done, measure_sizes(self.model), facts, steps=self.step)
+        phase = PhaseResults(done, measure_sizes(self.model), facts, steps=self.step)
         return CompressReport(type(self.model).__name__, self._before, (phase,))
 
 
@@ -240,7 +240,7 @@ def _plain_model(model: nn.Module, plain: nn.Module) -> nn.Module:
     """Return the model or, if it is parallelized, an unsharded model with the same values."""
     if not any(isinstance(tensor, DTensor) for tensor in persistent_tensors(model).values()):
         return model
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None and record.pipeline is not None:
         raise ConfigError(
             "the model is split into pipeline stages, so no process has all of it. Use a layout "

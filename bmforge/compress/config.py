@@ -40,7 +40,7 @@ class CompressConfig:
         enabled = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         return tuple(name for name in enabled if name != "distill")
 
-    def looks(self, name: str) -> bool:
+    def needs_calibration(self, name: str) -> bool:
         """Return True if the method `name` is enabled and needs calibration batches."""
         part: Any = getattr(self, name)
         if name == "structure":
@@ -52,4 +52,4 @@ class CompressConfig:
     @property
     def is_calibrated(self) -> bool:
         """True if any enabled method needs calibration batches."""
-        return any(self.looks(name) for name in self.names)
+        return any(self.needs_calibration(name) for name in self.names)

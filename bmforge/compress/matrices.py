@@ -28,7 +28,7 @@ __all__ = [
     "find_matrices",
     "has_weight_matrix",
     "is_stored",
-    "usual_names",
+    "default_matrix_names",
     "warn_of_stacks",
     "watch_inputs",
 ]
@@ -112,7 +112,7 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
             )
         names.update(dict.fromkeys(inside))
     if not where:
-        names = dict.fromkeys(usual_names(model))
+        names = dict.fromkeys(default_matrix_names(model))
     matrices, seen = [], set()
     for name in modules:
         if name not in names:
@@ -129,7 +129,7 @@ def find_matrices(model: nn.Module, where: Sequence[str] = ()) -> list[Matrix]:
     return matrices
 
 
-def usual_names(model: nn.Module) -> list[str]:
+def default_matrix_names(model: nn.Module) -> list[str]:
     """Return the names of the linear layers and experts in a model's repeated blocks.
 
     Raises:
@@ -235,7 +235,7 @@ def watch_inputs(
         for members in by_module.values():
             module: Any = members[0].module
             if isinstance(module, Experts):
-                reporting = partial(_told_multiply, module.multiply, members, note)
+                reporting = partial(_multiply_and_report, module.multiply, members, note)
                 module.__dict__["multiply"] = reporting
                 undo.append(partial(module.__dict__.pop, "multiply"))
             else:
@@ -257,7 +257,7 @@ def _tell(
     note(matrix, args[0] if args else next(iter(kwargs.values())))
 
 
-def _told_multiply(
+def _multiply_and_report(
     inner: Callable[..., Tensor],
     members: Sequence[Matrix],
     note: Callable[[Matrix, Tensor], None],

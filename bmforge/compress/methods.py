@@ -44,7 +44,9 @@ def attach_methods(
         part, attach = _PARTS[name]
         settings = getattr(config, part)
         if settings is not None:
-            attached.append(attach(model, settings, batches if config.looks(part) else None))
+            attached.append(
+                attach(model, settings, batches if config.needs_calibration(part) else None)
+            )
         for method in own:
             if method.name == name:
                 method.attach_(model)

@@ -20,7 +20,7 @@ from bmforge.html_page import write_page
 from bmforge.nn.part import Derived, tensor_notes
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["CompressReport", "ModelSizes", "PhaseFacts", "measure_sizes", "measure_zeros"]
+__all__ = ["CompressReport", "ModelSizes", "PhaseResults", "measure_sizes", "measure_zeros"]
 
 _JSON, _PAGE = "compression.json", "report.html"
 # Maximum number of bars per result; maximum length of a list shown in full; smallest number shown
@@ -44,7 +44,7 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class PhaseFacts:
+class PhaseResults:
     """Results of one phase.
 
     Args:
@@ -80,7 +80,7 @@ class CompressReport:
 
     model: str
     before: ModelSizes
-    phases: tuple[PhaseFacts, ...]
+    phases: tuple[PhaseResults, ...]
     quality: dict[str, float] = field(default_factory=dict)
     speed: dict[str, float] = field(default_factory=dict)
 
@@ -246,7 +246,7 @@ def _bars(title: str, rows: Sequence[tuple[str, float]]) -> str:
     return f"<section><h2>{escape(title)}</h2><table>{lines}</table></section>"
 
 
-def _facts_section(phase: PhaseFacts) -> str:
+def _facts_section(phase: PhaseResults) -> str:
     """Return an HTML section with one table of results per method."""
     parts = []
     for method, facts in phase.facts.items():

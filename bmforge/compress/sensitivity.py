@@ -82,7 +82,7 @@ def measure_sensitivity(
     with evaluating(model):
         for number, batch in enumerate(track(prepared, "sensitivity")):
             weight = tokens[number] / sum(tokens)
-            measure = _measurer(model, batch, loss)
+            measure = _make_loss_function(model, batch, loss)
             base = measure()
             for name, scheme in added:
                 originals = [matrix.read().clone() for matrix in groups[name]]
@@ -126,7 +126,9 @@ def _size(members: Sequence[Matrix], spec: QuantSpec) -> tuple[int, float]:
     return sum(m.read().numel() for m in members), spec.bits + each / spec.group_of(columns)
 
 
-def _measurer(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None) -> Callable[[], float]:
+def _make_loss_function(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss | None
+) -> Callable[[], float]:
     """Return a function that computes a batch's loss, or without labels the output change."""
     if loss is not None:
         return lambda: float(loss(model, batch))
@@ -179,11 +181,11 @@ def choose_specs(
     """
     sensitivities = measure_sensitivity(model, batches, where=where, loss=loss)
     return {
-        name: PRESETS[scheme] for name, scheme in spend_bits(sensitivities, average_bits).items()
+        name: PRESETS[scheme] for name, scheme in allocate_bits(sensitivities, average_bits).items()
     }
 
 
-def spend_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
+def allocate_bits(sensitivities: Sequence[Sensitivity], average_bits: float) -> dict[str, str]:
     """Choose a scheme per module within a bit budget, by greedy upgrades (best gain per bit).
 
     Raises:

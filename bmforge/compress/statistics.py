@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bmforge.compress.matrices import Matrix
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 
 __all__ = ["Hessian", "InputNorms", "InputSizes", "Moments"]
@@ -23,7 +23,7 @@ class InputNorms:
 
     def add(self, x: Tensor) -> None:
         """Add the inputs of a batch, (tokens, columns)."""
-        squares = x.to(wide_dtype(x.dtype)).square().sum(0)
+        squares = x.to(accumulation_dtype(x.dtype)).square().sum(0)
         self.squares = squares if self.squares is None else self.squares + squares
         self.tokens += x.shape[0]
 
@@ -63,7 +63,7 @@ class InputSizes:
         """Add the inputs of a batch, (tokens, columns)."""
         if not x.shape[0]:
             return
-        wide = x.to(wide_dtype(x.dtype))
+        wide = x.to(accumulation_dtype(x.dtype))
         sizes = wide.abs()
         largest, sums = sizes.amax(0), sizes.sum(0)
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
@@ -106,11 +106,11 @@ class Hessian:
     def size_bytes(matrix: Matrix) -> int:
         """Return the size in bytes of the Hessian for a matrix."""
         columns = matrix.read().shape[1]
-        return columns * columns * wide_dtype(matrix.parameter.dtype).itemsize
+        return columns * columns * accumulation_dtype(matrix.parameter.dtype).itemsize
 
     def add(self, x: Tensor) -> None:
         """Add the inputs of a batch, (tokens, columns)."""
-        wide = x.to(wide_dtype(x.dtype))
+        wide = x.to(accumulation_dtype(x.dtype))
         if self.products is None:
             self.products = wide.t() @ wide
         else:

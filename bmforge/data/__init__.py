@@ -12,8 +12,8 @@ from __future__ import annotations
 from bmforge.data.clean.normalize import (
     CleanCount,
     drop_duplicates,
-    normalise,
-    normalise_documents,
+    normalize_documents,
+    normalize_text,
 )
 from bmforge.data.load.loader import Batch, DataLoader, iter_once
 from bmforge.data.load.mixture import Mixture
@@ -53,8 +53,8 @@ __all__ = [
     "read_documents",
     "python_topics",
     "CleanCount",
-    "normalise",
-    "normalise_documents",
+    "normalize_text",
+    "normalize_documents",
     "drop_duplicates",
     "Split",
     "split_documents",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.filter_step import JudgeByRules
+from bmforge.data.clean.filter_step import RuleFilter
 from bmforge.data.prepare.documents import DocumentStage
 from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal
@@ -356,12 +356,12 @@ def make_filter(rules: str = "mixed") -> Callable[..., Iterator[Any]]:
     Args:
         rules: ``"english"``, ``"chinese"`` or ``"mixed"``.
     """
-    return _Rules(JudgeByRules(rules))
+    return _Rules(RuleFilter(rules))
 
 
 @dataclass(frozen=True)
 class _Rules:
-    judge: JudgeByRules
+    judge: RuleFilter
 
     def __call__(self, data: Iterable[Any], rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Yield the documents that pass the rules, with the text that the rules keep."""

@@ -18,7 +18,14 @@ from bmforge.logging import get_logger
 from bmforge.settings import TalkConfig
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
-__all__ = ["OWN_FORMS", "Talk", "TalkConfig", "TalkInTurns", "converse", "open_talk"]
+__all__ = [
+    "OWN_FORMS",
+    "Talk",
+    "TalkConfig",
+    "LockedConversation",
+    "open_conversation",
+    "open_talk",
+]
 
 # Training objectives of families with their own conversation format.
 OWN_FORMS = ("dialogues", "documents")
@@ -35,7 +42,7 @@ class Talk(Protocol):
         """Clear the history."""
 
 
-class TalkInTurns:
+class LockedConversation:
     """Conversation that locks the model only while an answer is generated.
 
     Args:
@@ -117,10 +124,10 @@ def open_talk(
         options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, **options}
     if objective == "documents":
         return _Documents(model, tokenizer, options)
-    return converse(model, tokenizer, directory, options, config.system, limit)
+    return open_conversation(model, tokenizer, directory, options, config.system, limit)
 
 
-def converse(
+def open_conversation(
     model: Any,
     tokenizer: Any,
     directory: Path | None,

@@ -13,8 +13,8 @@ from bmforge.infer.cache import KVCache
 from bmforge.models.causal_lm import CausalLM
 from bmforge.models.stack import span_of
 from bmforge.nn.adapter_selection import Selection
-from bmforge.nn.position import outdates_keys
-from bmforge.records import Stack, laid_out
+from bmforge.nn.position import invalidates_keys
+from bmforge.records import Stack, find_parallel_record
 from bmforge.tune.delta import select_adapters
 from bmforge.tune.delta.selection import per_sample_selection
 
@@ -105,7 +105,7 @@ class Decoder:
             lengths = list(zip(before, after, strict=True))
         zero = torch.zeros(1, 1, dtype=torch.long)
         shift = int(self.model.positions_behind_prefix(zero)[0, 0])  # type: ignore[union-attr]
-        return any(outdates_keys(rope, n + shift, m + shift) for n, m in lengths)
+        return any(invalidates_keys(rope, n + shift, m + shift) for n, m in lengths)
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Return a context manager for runs between which the model must not change.
@@ -180,7 +180,7 @@ class Seq2SeqDecoder(Decoder):
         self._mask = mask
         self._ids = source
         # Only some pipeline stages have the encoder's output, so the source is encoded every time.
-        record = laid_out(model)
+        record = find_parallel_record(model)
         self._is_pipelined = record is not None and record.pipeline is not None
         if not self._is_pipelined:
             assert model.decoder is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.copies import CopyEngine, CopyHandle
 from bmforge.shards import local_tensor
 from bmforge.surgery import wrap_forward_
 
@@ -49,7 +49,7 @@ class _OffloadedTensor:
         self._size, self._stride, self._device = tensor.shape, tensor.stride(), tensor.device
         self._host = pool.take(tensor.numel(), tensor.dtype)
         self._left = engine.copy_(self._shaped(self._host), tensor.detach(), f"out {label}")
-        self._back: tuple[Tensor, Ticket] | None = None
+        self._back: tuple[Tensor, CopyHandle] | None = None
         self._source: Tensor | None = tensor
         self._version = tensor._version
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from bmforge.device import is_host
 from bmforge.threads import start_thread
 
-__all__ = ["CopyEngine", "CopyEvent", "Ticket", "Worker", "make_copy_engine", "staging_bytes"]
+__all__ = ["CopyEngine", "CopyEvent", "CopyHandle", "Worker", "make_copy_engine", "staging_bytes"]
 
 
 def staging_bytes(size_bytes: int, device: torch.device) -> int:
@@ -48,7 +48,7 @@ class CopyEvent:
     label: str
 
 
-class Ticket:
+class CopyHandle:
     """Handle of a submitted task.
 
     Args:
@@ -94,7 +94,7 @@ class Ticket:
             raise self._error
 
 
-_Tasks = queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]
+_Tasks = queue.SimpleQueue[tuple[Callable[[], None], CopyHandle] | None]
 
 
 class Worker:
@@ -120,11 +120,11 @@ class Worker:
         # At exit `start_thread` ends this thread after all threads that may still submit tasks.
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
-    def run(self, work: Callable[[], None], label: str = "") -> Ticket:
+    def run(self, work: Callable[[], None], label: str = "") -> CopyHandle:
         """Submit a task; waiting on the returned handle raises the task's error."""
         if self._is_closed:
             raise RuntimeError(f"{label or 'a task'} was submitted to a closed copy engine.")
-        ticket = Ticket(label, self._note)
+        ticket = CopyHandle(label, self._note)
         self._note("submitted", label)
         self._tasks.put((work, ticket))
         return ticket
@@ -157,7 +157,7 @@ def _serve(tasks: _Tasks, device: torch.device | None, ends: threading.Event) ->
         try:
             with torch.no_grad():
                 work()
-        except BaseException as caught:  # raised again by `Ticket.wait`
+        except BaseException as caught:  # raised again by `CopyHandle.wait`
             error = caught
         ticket.note("done", ticket.label)
         ticket.finish(error)
@@ -194,7 +194,7 @@ class CopyEngine(ABC):
         self.note = partial(_record, self.events) if records else _forget
         self._worker = Worker(name, self.note, device)
 
-    def run(self, work: Callable[[], None], label: str = "") -> Ticket:
+    def run(self, work: Callable[[], None], label: str = "") -> CopyHandle:
         """Run a host task, such as reading a file or an optimizer step, on the engine's thread."""
         return self._worker.run(work, label)
 
@@ -205,7 +205,7 @@ class CopyEngine(ABC):
     @abstractmethod
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
-    ) -> Ticket:
+    ) -> CopyHandle:
         """Copy `source` into `target`; neither may change until the copy is complete.
 
         Args:
@@ -232,7 +232,7 @@ class _ThreadCopies(CopyEngine):
 
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
-    ) -> Ticket:
+    ) -> CopyHandle:
         return self.run(lambda: _copy(target, source), label)
 
     def new_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -251,8 +251,8 @@ class _StreamCopies(CopyEngine):
 
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
-    ) -> Ticket:
-        ticket = Ticket(label, self.note)
+    ) -> CopyHandle:
+        ticket = CopyHandle(label, self.note)
         self.note("submitted", label)
         self._stream.wait_event(after or self.mark())
         with torch.no_grad(), self._stream:

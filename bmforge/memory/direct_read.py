@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BUFFER_BYTES", "READ_THREADS", "DirectReads"]
+__all__ = ["BUFFER_BYTES", "READ_THREADS", "DirectReader"]
 
 # Disks with command queues are fastest with several concurrent requests.
 READ_THREADS = 4
@@ -29,7 +29,7 @@ except ImportError:  # not available on Windows
     fcntl = None
 
 
-class DirectReads:
+class DirectReader:
     """Opens files and reads byte ranges; safe to use from several threads.
 
     Memory: one reused buffer of `BUFFER_BYTES` per concurrent reader.

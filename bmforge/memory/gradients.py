@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import wide_dtype
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.device import accumulation_dtype
+from bmforge.memory.copies import CopyEngine, CopyHandle
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.state_storage import StateStorage
-from bmforge.records import laid_out, note_, side_of, units_of
+from bmforge.records import find_parallel_record, metadata_of, set_metadata_, units_of
 from bmforge.shards import local_tensor
 
 __all__ = [
-    "Backlog",
+    "CopyLimit",
     "Gradient",
     "OffloadedGradient",
     "offloaded_gradient",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class Backlog:
+class CopyLimit:
     """Limits the bytes of unfinished copies, so that backward waits for a slow disk.
 
     Args:
@@ -39,9 +39,9 @@ class Backlog:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes, self._total_bytes = limit_bytes, 0
-        self._sent: deque[tuple[Ticket, int]] = deque()
+        self._sent: deque[tuple[CopyHandle, int]] = deque()
 
-    def admit(self, ticket: Ticket, size_bytes: int) -> None:
+    def admit(self, ticket: CopyHandle, size_bytes: int) -> None:
         """Add a copy, and block until the bytes of unfinished copies are below the limit."""
         while self._sent and self._total_bytes > self._limit_bytes:
             oldest, size = self._sent.popleft()
@@ -91,22 +91,22 @@ class OffloadedGradient:
         self,
         parameter: nn.Parameter,
         engine: CopyEngine,
-        backlog: Backlog,
+        backlog: CopyLimit,
         disk: SpillFile | None = None,
         label: str = "",
     ) -> None:
         self._parameter = weakref.ref(parameter)
         self._engine, self._label, self._backlog = engine, label, backlog
         local = local_tensor(parameter.detach())
-        self.dtype = wide_dtype(local.dtype)
+        self.dtype = accumulation_dtype(local.dtype)
         self._home = StateStorage(local.numel(), dtype=self.dtype, disk=disk)
         # The first gradient keeps its dtype: a bf16 gradient needs half as many bytes.
         self._first: Tensor | None = None
         self._norm: Tensor | None = None
         self._factors: list[float] = []
         self._count = 0
-        self._ticket: Ticket | None = None
-        note_(parameter, offloaded_gradient=self)
+        self._ticket: CopyHandle | None = None
+        set_metadata_(parameter, offloaded_gradient=self)
         # A weak reference: autograd's hooks are invisible to the garbage collector.
         leave = weakref.WeakMethod(self._leave)
 
@@ -151,7 +151,7 @@ class OffloadedGradient:
         """Stop offloading, so that later gradients stay in `.grad`."""
         self._handle.remove()
         if (parameter := self._parameter()) is not None:
-            note_(parameter, offloaded_gradient=None)
+            set_metadata_(parameter, offloaded_gradient=None)
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -188,7 +188,7 @@ class OffloadedGradient:
 
 def offloaded_gradient(parameter: Tensor) -> OffloadedGradient | None:
     """Return the `OffloadedGradient` of a parameter, or None if its gradient is not offloaded."""
-    left: OffloadedGradient | None = side_of(parameter).offloaded_gradient
+    left: OffloadedGradient | None = metadata_of(parameter).offloaded_gradient
     return left if left is not None and left.is_here else None
 
 
@@ -204,7 +204,7 @@ def wait_before_use(
         handles that remove the hooks.
     """
     units = _outermost(unit.module for unit in units_of(model) if unit.is_gathered)
-    record = laid_out(model)
+    record = find_parallel_record(model)
     ahead = 1 + (1 if record is None else record.prefetch)
     owned = [list(unit.parameters()) for unit in units]
     inside = {id(parameter) for part in owned for parameter in part}

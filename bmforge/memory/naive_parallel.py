@@ -37,7 +37,7 @@ def spread_blocks_(
     Raises:
         ConfigError: a block already has such a hook.
     """
-    arrivals = {device: _Arrivals(device) for device in places.values()}
+    arrivals = {device: _MovedTensors(device) for device in places.values()}
     last = {name.rpartition(".")[0]: name for name in places}
     for name, device in places.items():
         returns = home is not None and last[name.rpartition(".")[0]] == name
@@ -53,7 +53,7 @@ def spread_blocks_(
     return take_off
 
 
-class _Arrivals:
+class _MovedTensors:
     """Moves tensors to a device; a tensor that did not change is moved only once.
 
     Tensors with gradients and inference tensors are moved every time.
@@ -66,9 +66,9 @@ class _Arrivals:
         self.device = device
         self._known = WeakIdKeyDictionary()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Arrivals:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MovedTensors:
         """Return an empty copy, because the copied model has different tensors."""
-        return _Arrivals(self.device)
+        return _MovedTensors(self.device)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return `tensor` if it is on the device, otherwise a copy on the device."""
@@ -85,7 +85,7 @@ class _Arrivals:
 
 
 def _run_there(
-    bring: _Arrivals,
+    bring: _MovedTensors,
     home: torch.device | None,
     returns: bool,
     inner: Any,

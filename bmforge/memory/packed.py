@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import is_host
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.copies import CopyEngine, CopyHandle
 
-__all__ = ["PackedBlock", "Slot", "give_device_", "packed_bytes"]
+__all__ = ["PackedBlock", "Slot", "replace_with_stub_", "packed_bytes"]
 
 _ALIGN_BYTES = 64
 
@@ -96,11 +96,13 @@ class Slot:
             self.memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.block: int | None = None
         self.is_shown = False
-        self.ticket: Ticket | None = None
-        self.copied: Ticket | None = None
+        self.ticket: CopyHandle | None = None
+        self.copied: CopyHandle | None = None
 
 
-def give_device_(module: nn.Module, name: str, parameter: Tensor, device: torch.device) -> None:
+def replace_with_stub_(
+    module: nn.Module, name: str, parameter: Tensor, device: torch.device
+) -> None:
     """Replace a meta tensor with a stub on `device` that needs no memory."""
     if not parameter.is_meta:
         return

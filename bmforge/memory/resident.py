@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bmforge.errors import ConfigError
 
-__all__ = ["NUM_SLOTS", "choose_resident", "smallest_room", "spread_resident"]
+__all__ = ["NUM_SLOTS", "choose_resident", "min_resident_bytes", "spread_resident"]
 
 # Double buffering: one streamed block computes while the next is copied.
 NUM_SLOTS = 2
@@ -82,7 +82,7 @@ def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
     return sorted({*chosen, *(i for i, size in enumerate(stack) if size > largest)})
 
 
-def smallest_room(stacks: Sequence[Sequence[int]]) -> int:
+def min_resident_bytes(stacks: Sequence[Sequence[int]]) -> int:
     """Return the smallest budget for which `choose_resident` succeeds; 0 without blocks."""
     sizes = [size for stack in stacks for size in stack]
     slots = [NUM_SLOTS * size + sum(s for s in sizes if s > size) for size in set(sizes)]

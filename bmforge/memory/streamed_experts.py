@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.packed import PackedBlock, Slot, give_device_, packed_bytes
-from bmforge.records import note_
+from bmforge.memory.packed import PackedBlock, Slot, packed_bytes, replace_with_stub_
+from bmforge.records import set_metadata_
 from bmforge.surgery import wrap_forward_
 
 __all__ = [
@@ -108,14 +108,14 @@ class ExpertStreamer:
         self._layers: list[_Layer] = []
         for number, (name, module) in enumerate(layers):
             for key, parameter in dict(module.named_parameters()).items():
-                give_device_(module, key, parameter, device)
+                replace_with_stub_(module, key, parameter, device)
             template = _shrink(module, device)
             parameters = dict(template.named_parameters())
             self._layers.append(_Layer(name, PackedBlock(name, template, parameters, device)))
             weights = {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
             PackedBlock(name, module, weights, device).hide()
             for key, tensor in weights.items():
-                note_(tensor, origin=_StreamedExperts(self, key, tensor))
+                set_metadata_(tensor, origin=_StreamedExperts(self, key, tensor))
             wrap_forward_(module, partial(self._run, number), "weights")
 
     @property

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.memory.copies import CopyEngine, make_copy_engine
 from bmforge.memory.order import BlockExecution, RunOrder
-from bmforge.memory.packed import PackedBlock, Slot, give_device_
+from bmforge.memory.packed import PackedBlock, Slot, replace_with_stub_
 from bmforge.memory.recompute import apply_recompute_
 from bmforge.memory.resident import NUM_SLOTS, spread_resident
-from bmforge.records import note_, record_of, units_of
+from bmforge.records import parallel_record_of, set_metadata_, units_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import persistent_tensors, shared_tensors, wrap_forward_
 
@@ -241,14 +241,14 @@ def stream_blocks_(
                     "process only. Use streaming or sharding, not both."
                 )
             if not is_resident(f"{name}.{own}", parameter):
-                give_device_(module, own, parameter, device)
+                replace_with_stub_(module, own, parameter, device)
     streamer = Streamer(found_blocks, read, device, engine, on_host, is_resident)
     apply_recompute_([module for _, module in found_blocks])
-    record = record_of(model)
+    record = parallel_record_of(model)
     record.streamers = (*record.streamers, streamer)
     for block in streamer.blocks:
         for name, parameter in block.parameters.items():
-            note_(parameter, origin=_Streamed(streamer, name, parameter.dtype))
+            set_metadata_(parameter, origin=_Streamed(streamer, name, parameter.dtype))
     return streamer
 
 

@@ -29,14 +29,14 @@ from bmforge.models.resolve import resolve_model
 from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
 from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, find_heads, given_inputs
-from bmforge.models.tensor_matching import settle_tie
+from bmforge.models.tensor_matching import resolve_tie
 from bmforge.models.traits import Traits
 from bmforge.models.vocabulary import resize_vocabulary_
 from bmforge.models.weight_names import WeightNames
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.prompt import count_ids, look_up
 from bmforge.provenance import Provenance, read_provenance
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
 
@@ -197,7 +197,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         files = WeightFiles(directory, reads)
         config = cls.settle_config(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
-        settled = settle_tie(model, files, tie_word_embeddings)
+        settled = resolve_tie(model, files, tie_word_embeddings)
         if settled != config:
             model = cls.from_config(settled, device="meta", dtype=dtype)
         model.provenance = read_provenance(directory)
@@ -262,7 +262,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         resize_vocabulary_(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
         return self.embed  # type: ignore[return-value]
 
-    def remember_part_(
+    def record_part_(
         self,
         kind: str,
         where: Sequence[str],
@@ -278,7 +278,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         change = Change(kind, tuple(where), dict(options), name, weight)
         self.config = self.config.replace(changes=(*self.config.changes, change))
 
-    def forget_part_(
+    def erase_part_(
         self, kind: str, where: Sequence[str], options: Mapping[str, Any], name: str
     ) -> None:
         """Remove the config's record of adapters that were removed from the model."""
@@ -289,12 +289,12 @@ class Model(WeightNames, ModelHooks, nn.Module):
     @property
     def _pipeline(self) -> Any:
         """Runner of the pipeline stages; None without a pipeline."""
-        record = laid_out(self)
+        record = find_parallel_record(self)
         return None if record is None else record.pipeline
 
     def whole(self) -> Model:
         """Return the full model: a copy on the meta device for a pipeline stage, else `self`."""
-        record = laid_out(self)
+        record = find_parallel_record(self)
         return self if record is None or record.whole is None else record.whole
 
     def _stage_rank(self, name: str) -> int:

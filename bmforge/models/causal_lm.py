@@ -41,7 +41,7 @@ from bmforge.nn import (
 )
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.attention import KeyValueCache
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 
 __all__ = ["CausalLM", "DecoderSpec"]
 _TOKEN_HEADS = ("language_model", "sequence_classification")
@@ -109,7 +109,7 @@ class CausalLM(Model):
     def __init__(self, config: ModelConfig, spec: DecoderSpec) -> None:
         super().__init__(config)
         self.spec = spec
-        self.sum_statistics: Pass | None = pass_on
+        self.sum_statistics: TensorFn | None = identity
         size = spec.embed_size or config.hidden_size
         rows = config.vocab_size + spec.extra_tokens
         self.embed = nn.Embedding(rows, size, padding_idx=spec.padding_id)
@@ -203,7 +203,7 @@ class CausalLM(Model):
         if span.first:
             x, *routed = self.arrived
         else:
-            x, routed = self._begin(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
+            x, routed = self._embed(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
         masks = self._build_masks(inputs, attention_mask, document_ids, past)
         tables = rope_tables(self.spec, position_ids, x.dtype)
         x, states = run_layers(
@@ -267,9 +267,9 @@ class CausalLM(Model):
     ) -> ModelOutput:
         """Apply the language-model head: return the loss if there are labels, otherwise logits."""
         if labels is not None:
-            loss = self.lm_head(self._leave(x), labels, num_items, shift=True)
+            loss = self.lm_head(self._scale_for_head(x), labels, num_items, shift=True)
             return ModelOutput(loss, None, x, hidden_states)
-        return ModelOutput(None, self.lm_head(self._leave(states)), x, hidden_states)
+        return ModelOutput(None, self.lm_head(self._scale_for_head(states)), x, hidden_states)
 
     def _balance(
         self,
@@ -333,11 +333,11 @@ class CausalLM(Model):
             balance = balance + weight * balance_loads(loads, all_sums, tokens)
         return share, balance, labelled.squeeze(), parts.squeeze()
 
-    def _leave(self, x: Tensor) -> Tensor:
+    def _scale_for_head(self, x: Tensor) -> Tensor:
         """Scale the last hidden states for the language-model head."""
         return x if self.spec.head_scale == 1.0 else x * self.spec.head_scale
 
-    def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the first block's input from token embeddings."""
         if self.spec.rounds_embed_scale:
             x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
@@ -350,13 +350,13 @@ class CausalLM(Model):
         dropout = self.spec.embed_dropout
         return F.dropout(x, dropout, self.training) if dropout else x
 
-    def enter(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def embed_tokens(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Compute the first block's input (B, T, D) from token ids (B, T) and positions (B, T)."""
-        return self._begin(self.embed_inputs(input_ids, None), position_ids)
+        return self._embed(self.embed_inputs(input_ids, None), position_ids)
 
-    def leave(self, x: Tensor) -> Tensor:
+    def project_last(self, x: Tensor) -> Tensor:
         """Compute the input of the language-model head from the last block's output."""
-        return self._leave(self._finish(x))
+        return self._scale_for_head(self._finish(x))
 
     def _finish(self, x: Tensor) -> Tensor:
         x = x if self.norm is None else self.norm(x)

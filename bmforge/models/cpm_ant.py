@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.logging import get_logger
 from bmforge.models.cpm_ant_config import TEXT_SEGMENT, CPMAntConfig
@@ -251,7 +251,7 @@ class CPMAnt(CPMLive):
             return None
         real = inputs != self.config.pad_token_id
         # Generated tokens are never padding, whatever their id.
-        return None if past or (reads_are_free(real) and bool(real.all())) else real
+        return None if past or (reads_without_sync(real) and bool(real.all())) else real
 
     def _find_bias(self, segment: Tensor, length: int, past: int) -> Tensor:
         config = self.config
@@ -283,9 +283,10 @@ class CPMAnt(CPMLive):
             WeightRule("embed.weight", joint, part=(0, total)),
             WeightRule("embed_prompt.weight", joint, part=(tokens, total)),
         ]
-        rules = [*(rule for rule in rules if rule.ours != "embed.weight"), *split]
+        rules = [*(rule for rule in rules if rule.parameter != "embed.weight"), *split]
         return [
-            WeightRule(rule.ours, self.hf_prefix + rule.theirs, part=rule.part) for rule in rules
+            WeightRule(rule.parameter, self.hf_prefix + rule.source, part=rule.part)
+            for rule in rules
         ]
 
 

@@ -173,7 +173,7 @@ class CPMLive(CausalLM):
     def __init__(self, config: CPMLiveConfig, num_rows: int, extra_tokens: int = 0) -> None:
         width, inner = config.hidden_size, config.num_heads * config.head_dim
         widths = width, inner, config.intermediate_size
-        enter, leave, down = (self._shrink(config, n) for n in widths)
+        in_scale, out_scale, down = (self._shrink(config, n) for n in widths)
         attn = AttentionSpec(
             config.num_heads,
             config.num_heads,
@@ -182,10 +182,10 @@ class CPMLive(CausalLM):
             out_bias=False,
             dropout=config.dropout,
             causal=False,
-            in_scale=enter,
-            out_scale=leave,
+            in_scale=in_scale,
+            out_scale=out_scale,
         )
-        mlp = MLPSpec(config.intermediate_size, "gelu", True, False, config.dropout, enter, down)
+        mlp = MLPSpec(config.intermediate_size, "gelu", True, False, config.dropout, in_scale, down)
         block = BlockSpec(
             width,
             attn,
@@ -203,8 +203,8 @@ class CPMLive(CausalLM):
             differing(block, lacking),
             learned_positions=False,
             extra_tokens=extra_tokens,
-            embed_scale=enter,
-            head_scale=enter,
+            embed_scale=in_scale,
+            head_scale=in_scale,
         )
         super().__init__(config, spec)
         self.rel_bias = BucketBias(config.num_heads, num_rows)
@@ -294,9 +294,9 @@ class CPMLive(CausalLM):
             extension = extension / self.spec.head_scale
         if labels is None:
             states = pick_states(x, logits_to_keep, logits_at)
-            logits = self.lm_head(self._leave(states), more_rows=extension)
+            logits = self.lm_head(self._scale_for_head(states), more_rows=extension)
             return ModelOutput(None, logits, x, hidden_states)
-        loss = self.lm_head(self._leave(x), labels, num_items, more_rows=extension)
+        loss = self.lm_head(self._scale_for_head(x), labels, num_items, more_rows=extension)
         return ModelOutput(loss, None, x, hidden_states)
 
     def weight_rules(self) -> list[WeightRule]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.base import Model
 from bmforge.models.encoder_config import EncoderConfig
@@ -377,7 +377,7 @@ class EncoderModel(Model):
         if labels is None:
             return out._replace(logits=decoder(self.mlm_head(pick_states(x, None, logits_at))))
         x, labels = x.flatten(0, 1), labels.flatten()
-        if reads_are_free(labels):
+        if reads_without_sync(labels):
             # The head, a fifth of a base model's compute, runs on masked tokens only.
             masked = (labels != IGNORE_INDEX).nonzero()[:, 0]
             x, labels = x[masked], labels[masked]
@@ -388,9 +388,9 @@ class EncoderModel(Model):
         rules = super().all_rules()
         if self.config.head != "masked_lm" or self.config.tie_word_embeddings:
             return rules
-        weight = next(r.theirs for r in rules if r.ours == "mlm_head.decoder.weight")
+        weight = next(r.source for r in rules if r.parameter == "mlm_head.decoder.weight")
         bias = WeightRule("mlm_head.decoder.bias", weight.removesuffix("weight") + "bias")
-        return [bias if rule.ours == bias.ours else rule for rule in rules]
+        return [bias if rule.parameter == bias.parameter else rule for rule in rules]
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.causal_lm import CausalLM, DecoderSpec
 from bmforge.models.config import ModelConfig
@@ -226,7 +226,7 @@ class GLM(CausalLM):
         if position_ids.dim() == 2:
             position_ids = torch.stack((position_ids, torch.zeros_like(position_ids)), 1)
         limit = self.embed_positions.num_embeddings - 1
-        if reads_are_free(position_ids) and position_ids.numel() and position_ids.max() > limit:
+        if reads_without_sync(position_ids) and position_ids.numel() and position_ids.max() > limit:
             raise ShapeError(
                 f"position_ids has values up to {int(position_ids.max())} (allowed: 0 to "
                 f"max_seq_len={limit}). Truncate the input."

@@ -121,5 +121,5 @@ class GLM4(LlamaLike):
                 "mlp_out_norm": "post_mlp_layernorm",
             }
         split = (".gate_proj.weight", ".up_proj.weight")
-        rules = [rule for rule in rules_with_norms(norms) if not rule.ours.endswith(split)]
+        rules = [rule for rule in rules_with_norms(norms) if not rule.parameter.endswith(split)]
         return [*rules, *gate_up_rules(self.config.intermediate_size)]

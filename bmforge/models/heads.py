@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.models.output import ModelOutput
 
@@ -99,7 +99,7 @@ def classification_loss(
     if not problem_type:
         several = "multi" if labels.is_floating_point() else "single"
         problem_type = "regression" if width == 1 else f"{several}_label_classification"
-    wide = logits.to(wide_dtype(logits.dtype))
+    wide = logits.to(accumulation_dtype(logits.dtype))
     if problem_type == "regression":
         total = F.mse_loss(wide.squeeze(-1), labels.to(wide.dtype).view_as(wide.squeeze(-1)))
         return total if num_items is None else total * labels.shape[0] / num_items

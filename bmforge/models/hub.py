@@ -32,7 +32,7 @@ __all__ = [
     "find_model",
     "find_preset",
     "head_options",
-    "prefers_directory",
+    "names_directory",
 ]
 
 Backend = Literal["auto", "native", "transformers"]
@@ -70,14 +70,14 @@ def find_config(name: str, backend: Backend = "auto") -> tuple[type[Model], Mode
     Raises:
         ConfigError: the name is neither a preset nor a model.
     """
-    if not is_gguf(name) and not prefers_directory(name):
+    if not is_gguf(name) and not names_directory(name):
         return find_preset(name)
     raw = read_config_file(name)
     family = AutoModel.family_of(raw, backend)
     return family, family.config_class.from_hf(raw)
 
 
-def prefers_directory(name: str) -> bool:
+def names_directory(name: str) -> bool:
     """Return True if a name is a model directory; directories have priority over presets.
 
     A log line reports a preset or family that has the same name.

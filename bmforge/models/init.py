@@ -60,13 +60,13 @@ def materialize_(
             device = sharded.device_mesh.device_type if sharded is not None else "cpu"
         ties = _tied_names(model)
         for name, other in (elsewhere or {}).items():
-            model.get_submodule(name)._apply(partial(_give_memory, other))
-        model._apply(partial(_give_memory, device))
+            model.get_submodule(name)._apply(partial(_allocate, other))
+        model._apply(partial(_allocate, device))
         for first, *others in ties:
             _tie_(model, first, others)
 
 
-def _give_memory(device: torch.device | str, tensor: Tensor) -> Tensor:
+def _allocate(device: torch.device | str, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 

@@ -129,7 +129,7 @@ def rules_with_norms(names: dict[str, str]) -> list[WeightRule]:
     Args:
         names: mapping from bmforge's name of each norm of a block to transformers' name.
     """
-    rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.ours)]
+    rules = [r for r in llama_rules() if not re.search(r"\}\.(attn|mlp)_norm\.", r.parameter)]
     norms = {f"layers.{{i}}.{a}": f"model.layers.{{i}}.{b}" for a, b in names.items()}
     return [*rules, *linear_rules(norms, ("weight",))]
 

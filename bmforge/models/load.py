@@ -58,7 +58,7 @@ def load_weights_(
     tensors = persistent_tensors(model)
     reads = []
     for rule, name in pairs:
-        tensor = tensors[rule.ours]
+        tensor = tensors[rule.parameter]
         # Weights are read, not memory-mapped: if another process truncates a mapped file, the next
         # access ends this process with SIGBUS.
         if not is_streamed(tensor):
@@ -94,7 +94,7 @@ class WeightReader:
         self._model, self._files, self._fresh, self._threads = model, files, fresh, threads
         self._rules: dict[str, list[tuple[WeightRule, str]]] = {}
         for rule, name in pairs:
-            self._rules.setdefault(rule.ours, []).append((rule, name))
+            self._rules.setdefault(rule.parameter, []).append((rule, name))
 
     def __call__(self, tensor_name: str, target: Tensor) -> None:
         """Read a tensor into `target`, a contiguous CPU tensor."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ShapeError
 from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_size
@@ -186,7 +186,7 @@ class Longformer(EncoderModel):
                 "inputs_embeds, pass global_attention_mask."
             )
         separators = inputs == self.config.sep_token_id
-        if reads_are_free(inputs) and not bool((separators.sum(1) == 3).all()):
+        if reads_without_sync(inputs) and not bool((separators.sum(1) == 3).all()):
             raise ShapeError(
                 "each sequence must have three separator tokens "
                 f"(sep_token_id={self.config.sep_token_id}): after the question, before the text "

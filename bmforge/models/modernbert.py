@@ -142,7 +142,7 @@ class ModernBertConfig(EncoderConfig):
     @property
     def kinds(self) -> list[str]:
         """Type of every layer: `layer_types`, or its default if the field is empty."""
-        return self.layer_types or _usual_kinds(self.num_layers, 3)
+        return self.layer_types or _default_kinds(self.num_layers, 3)
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each inconsistency among the fields."""
@@ -176,8 +176,8 @@ class ModernBertConfig(EncoderConfig):
             values[name] = float((tables.get(kind) or {}).get("rope_theta", former[kind]))
         layers = raw.get("num_hidden_layers", cls.num_layers)
         period = raw.pop("global_attn_every_n_layers", None) or 3
-        kinds = raw.pop("layer_types", None) or _usual_kinds(layers, period)
-        values["layer_types"] = [] if kinds == _usual_kinds(layers, 3) else kinds
+        kinds = raw.pop("layer_types", None) or _default_kinds(layers, period)
+        values["layer_types"] = [] if kinds == _default_kinds(layers, 3) else kinds
         return values, raw
 
     def _write_special(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class ModernBertConfig(EncoderConfig):
         }
 
 
-def _usual_kinds(num_layers: int, period: int) -> list[str]:
+def _default_kinds(num_layers: int, period: int) -> list[str]:
     return [_LOCAL if layer % period else _GLOBAL for layer in range(num_layers)]
 
 

@@ -110,7 +110,7 @@ class Phi3(LlamaLike):
         config: Any = self.config
         head, sizes = config.head_dim, (config.num_heads, *[config.num_kv_heads] * 2)
         fused = "gate_proj", "up_proj", *(f"{part}_proj" for part in "qkv")
-        rules = [r for r in llama_rules() if r.ours.split(".")[-2] not in fused]
+        rules = [r for r in llama_rules() if r.parameter.split(".")[-2] not in fused]
         rows, total = [head * count for count in sizes], head * sum(sizes)
         for number, part in enumerate("qkv"):
             rules.append(

@@ -59,11 +59,11 @@ def write_model(
         name: sum(
             rule.stored_numel(tuple(tensor.shape)) * _dtype_of(tensor, name, dtype).itemsize
             for rule in rules
-            for tensor in (meta_tensors[rule.ours],)
+            for tensor in (meta_tensors[rule.parameter],)
         )
         for name, rules in groups.items()
     }
-    stages = {name: model._stage_rank(rules[0].ours) for name, rules in groups.items()}
+    stages = {name: model._stage_rank(rules[0].parameter) for name, rules in groups.items()}
     files = plan_files(sizes, max_file_bytes, stages, changed=needs_bmforge(model))
     stage, members = model._stage_and_members(rank, world)
     for number, (file, names) in enumerate(track(list(files.items()), "save weights")):
@@ -78,10 +78,12 @@ def write_model(
         if writes:
             write_file(out / file, tensors_to_write)
     if rank == 0:
-        floats = (n for n in groups if meta_tensors[groups[n][0].ours].is_floating_point())
+        floats = (n for n in groups if meta_tensors[groups[n][0].parameter].is_floating_point())
         first = next(floats, None)
         main = (
-            None if first is None else _dtype_of(meta_tensors[groups[first][0].ours], first, dtype)
+            None
+            if first is None
+            else _dtype_of(meta_tensors[groups[first][0].parameter], first, dtype)
         )
         write_config(model, out, tensors, main)
         _warn_of_changes(model)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ShapeError
 from bmforge.models.base import Model
 from bmforge.models.config import ModelConfig
@@ -338,7 +338,7 @@ def find_last_end(input_ids: Tensor, end: int) -> Tensor:
         ShapeError: a sequence has no end token.
     """
     is_end = input_ids == end
-    if reads_are_free(is_end) and not bool(is_end.any(1).all()):
+    if reads_without_sync(is_end) and not bool(is_end.any(1).all()):
         rows = (~is_end.any(1)).nonzero()[:, 0].tolist()
         raise ShapeError(
             f"sequences {rows} have no end-of-sequence token (eos_token_id={end}), whose hidden "

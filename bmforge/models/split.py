@@ -82,18 +82,18 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
                 if dense is None or (kind == "bias" and module.down_bias is None):
                     continue
                 if kind == "bias" and key == "down_proj":
-                    split.append(WeightRule(down_bias, dense.theirs, dense.transpose))
+                    split.append(WeightRule(down_bias, dense.source, dense.transpose))
                     continue
                 base, rows = dense.part or (0, total)
                 stack = key if kind == "weight" else key.replace("proj", "bias")
                 if shared is not None:
                     part = (base, rows)
-                    split.append(WeightRule(own, dense.theirs, dense.transpose, part, None, dim))
+                    split.append(WeightRule(own, dense.source, dense.transpose, part, None, dim))
                 for number in range(count):
                     part = (base + first + number * size, rows)
                     expert = f"{name}.experts.{stack}"
                     split.append(
-                        WeightRule(expert, dense.theirs, dense.transpose, part, number, dim)
+                        WeightRule(expert, dense.source, dense.transpose, part, number, dim)
                     )
     return split
 
@@ -101,9 +101,9 @@ def split_rules(model: nn.Module, rules: Sequence[WeightRule]) -> list[WeightRul
 def _rule_of(rules: Sequence[WeightRule], name: str) -> WeightRule | None:
     """Return the `WeightRule` for a parameter, with its layer index inserted, or None."""
     for rule in rules:
-        match = re.fullmatch(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"), name)
+        match = re.fullmatch(re.escape(rule.parameter).replace(r"\{i\}", r"(\d+)"), name)
         if match:
-            published = rule.theirs
+            published = rule.source
             for number in match.groups():
                 published = published.replace("{i}", number)
             return WeightRule(name, published, rule.transpose, rule.part)

@@ -97,7 +97,7 @@ class StableLM(LlamaLike):
 def layer_norm_rules() -> list[WeightRule]:
     """Map parameter names to Llama's names, for a model whose norms have biases."""
     rules = llama_rules()
-    norms = {r.ours: r.theirs for r in rules if r.ours.endswith("norm.weight")}
+    norms = {r.parameter: r.source for r in rules if r.parameter.endswith("norm.weight")}
     norms = {o: t for o, t in norms.items() if ".attn." not in o}
     stems = {o.removesuffix(".weight"): t.removesuffix(".weight") for o, t in norms.items()}
     return [*rules, *linear_rules(stems, ("bias",))]

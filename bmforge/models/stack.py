@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import ShapeError
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoE, rope_table
 from bmforge.nn.attention import KeyValueCache
@@ -145,7 +145,7 @@ def run_layers(
     share = None if cut is None or cache is not None else cut(length)
     inputs["bias"] = _find_biases(layers, inputs.get("bias"))
     if share is not None:
-        x, masks, inputs = share.enter(x, masks, inputs)
+        x, masks, inputs = share.shard_inputs(x, masks, inputs)
     states: list[Tensor] = [x]
     router_logits: list[Tensor] = []
     span, biases = span_of(layers), inputs.pop("bias")
@@ -156,7 +156,7 @@ def run_layers(
     for layer in (layers[str(i)] for i in range(span.first, span.last)):
         x = run_block(layer, x, masks, biases, inputs, router_logits)
         states = [*states, x] if keep_states else [x]
-    if cache is not None and not _stores(layers) and str(span.last - 1) == list(layers)[-1]:
+    if cache is not None and not _stores_keys(layers) and str(span.last - 1) == list(layers)[-1]:
         cache.skip(length)
     if share is not None:
         states = [share.gather(state) for state in states]
@@ -222,7 +222,7 @@ def _find_biases(layers: nn.ModuleDict, bias: Tensor | None) -> dict[int, Tensor
     return {attn.num_heads: attn.pick_heads(bias) for attn in attentions}
 
 
-def _stores(layers: nn.ModuleDict) -> bool:
+def _stores_keys(layers: nn.ModuleDict) -> bool:
     """Return True if any of these layers stores keys and values in the cache."""
     return any(layer.attn is not None for layer in layers.values())
 
@@ -259,7 +259,7 @@ def check_ids(
 
     `name` and `limit` are the names of the ids and of the vocabulary size in the error message.
     """
-    if not input_ids.numel() or not reads_are_free(input_ids):
+    if not input_ids.numel() or not reads_without_sync(input_ids):
         return
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:

@@ -115,6 +115,6 @@ class Starcoder2(LlamaLike):
             f"{block}mlp.up_proj": f"{published}mlp.c_fc",
             f"{block}mlp.down_proj": f"{published}mlp.c_proj",
         }
-        attention = [rule for rule in llama_rules() if ".attn." in rule.ours]
+        attention = [rule for rule in llama_rules() if ".attn." in rule.parameter]
         embed = WeightRule("embed.weight", "model.embed_tokens.weight")
         return [embed, *attention, *linear_rules(parts)]

@@ -14,7 +14,7 @@ from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.weights import OWN_PREFIX, WeightRule
 from bmforge.surgery import match_glob, persistent_tensors
 
-__all__ = ["find_missing_head", "match_sources", "settle_tie"]
+__all__ = ["find_missing_head", "match_sources", "resolve_tie"]
 
 # Unused buffers in old checkpoints.
 _DEAD = (
@@ -49,16 +49,16 @@ def match_sources(
     for rule in files.rules_for(model, shapes):
         source = _find_name(model, rule, shapes) or _find_tied(model, rule, shapes)
         if source is None:
-            if _is_of_delta(model, rule.ours) or model.is_computed(rule.ours):
-                adapter_names.append(rule.ours)
-            elif rule.ours in head.optional or (new_head and model.is_of_head(rule.ours)):
-                new_names.append(rule.ours)
+            if _is_of_delta(model, rule.parameter) or model.is_computed(rule.parameter):
+                adapter_names.append(rule.parameter)
+            elif rule.parameter in head.optional or (new_head and model.is_of_head(rule.parameter)):
+                new_names.append(rule.parameter)
             else:
-                missing.append(rule.theirs)
+                missing.append(rule.source)
             continue
-        need = rule.source_shape(tuple(tensors[rule.ours].shape))
-        if shapes[source] != need and new_head and model.is_of_head(rule.ours):
-            new_names.append(rule.ours)  # the stored head has another number of classes
+        need = rule.source_shape(tuple(tensors[rule.parameter].shape))
+        if shapes[source] != need and new_head and model.is_of_head(rule.parameter):
+            new_names.append(rule.parameter)  # the stored head has another number of classes
             replaced.add(source)
             continue
         if shapes[source] != need:
@@ -68,7 +68,7 @@ def match_sources(
     if missing or misshaped or extra:
         _refuse(model, files, missing, extra, misshaped)
     local = ([n for n in names if n in local_names] for names in (new_names, adapter_names))
-    return [(r, n) for r, n in pairs if r.ours in local_names], *local  # type: ignore[return-value]
+    return [(r, n) for r, n in pairs if r.parameter in local_names], *local  # type: ignore[return-value]
 
 
 def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]:
@@ -84,16 +84,16 @@ def find_missing_head(model: Any, source: str | Path | WeightFiles) -> list[str]
     head = model.config.heads[model.config.head]
     tensors, names_missing = persistent_tensors(model), []
     for rule in files.rules_for(model, files.shapes):
-        if not model.is_of_head(rule.ours) or rule.ours in head.optional:
+        if not model.is_of_head(rule.parameter) or rule.parameter in head.optional:
             continue
         name = _find_name(model, rule, files.shapes)
-        need = rule.source_shape(tuple(tensors[rule.ours].shape))
+        need = rule.source_shape(tuple(tensors[rule.parameter].shape))
         if name is None or files.shapes[name] != need:
-            names_missing.append(rule.theirs)
+            names_missing.append(rule.source)
     return names_missing
 
 
-def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
+def resolve_tie(model: Any, files: WeightFiles, value: bool | None = None) -> ModelConfig:
     """Return the model's config with `tie_word_embeddings` set according to the weights.
 
     Old configs lack the field or contain a wrong value. If a stored head differs from the
@@ -111,7 +111,7 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
     config = model.config
     if value is not None:
         return _tie_as_requested(model, files, value)
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     is_changed = any(OWN_PREFIX + own_name in files.shapes for own_name in model.tied_head)
     stems = [name.removesuffix("weight") for name in (head, embed) if name is not None]
     is_changed = is_changed or any(f"{stem}packed" in files.shapes for stem in stems)
@@ -136,8 +136,8 @@ def settle_tie(model: Any, files: WeightFiles, value: bool | None = None) -> Mod
 
 
 def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfig:
-    """Return the config with `tie_word_embeddings` set to `value`; see `settle_tie`."""
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    """Return the config with `tie_word_embeddings` set to `value`; see `resolve_tie`."""
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     if head is None or embed is None:
         raise ConfigError(
             f"tie_word_embeddings={value} has no effect on a {type(model).__name__} with "
@@ -159,11 +159,11 @@ def _tie_as_requested(model: Any, files: WeightFiles, value: bool) -> ModelConfi
 def _find_tied(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """Return the stored name of the embedding if it initializes an untied head, otherwise None."""
     config = model.config
-    if rule.ours != model.tied_head[0] or config.tie_word_embeddings:
+    if rule.parameter != model.tied_head[0] or config.tie_word_embeddings:
         return None
     if config.raw.get("tie_word_embeddings") is False:
         return None
-    embed = _their_name(model, model.tied_head[1])
+    embed = _checkpoint_name(model, model.tied_head[1])
     names = () if embed is None else (embed, embed.removeprefix(model.hf_prefix))
     return next((name for name in names if name in shapes), None)
 
@@ -179,10 +179,10 @@ def _is_dead(name: str) -> bool:
 
 def _find_name(model: Any, rule: WeightRule, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """Return the stored name for a `WeightRule`, with any known prefix or suffix, or None."""
-    bare = rule.theirs.removeprefix(model.hf_prefix)
+    bare = rule.source.removeprefix(model.hf_prefix)
     head_prefix = model.config.heads[model.config.head].prefix or ""
     bare = bare.removeprefix(head_prefix)
-    names = [rule.theirs, bare, model.hf_prefix + bare]
+    names = [rule.source, bare, model.hf_prefix + bare]
     names += [
         name.removesuffix(new) + old
         for new, old in model.hf_old_names
@@ -223,7 +223,7 @@ def _find_extra(
 def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     """Return True if a tensor, such as a tied head, is stored twice and equals its original."""
     copies = dict(model.tied_copies())
-    head, embed = (_their_name(model, own_name) for own_name in model.tied_head)
+    head, embed = (_checkpoint_name(model, own_name) for own_name in model.tied_head)
     if head is not None and embed is not None and model.config.tie_word_embeddings:
         copies[head] = embed
     original = copies.get(name)
@@ -234,8 +234,8 @@ def _is_copy(model: Any, files: WeightFiles, name: str) -> bool:
     return source is not None and _are_equal(files, name, source)
 
 
-def _their_name(model: Any, name: str) -> str | None:
-    return next((rule.theirs for rule in model.all_rules() if rule.ours == name), None)
+def _checkpoint_name(model: Any, name: str) -> str | None:
+    return next((rule.source for rule in model.all_rules() if rule.parameter == name), None)
 
 
 def _are_equal(files: WeightFiles, first: str, second: str) -> bool:

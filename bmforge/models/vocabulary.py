@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.models.init import SkipInit, init_tensor_
 from bmforge.nn.part import adapters_of
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import is_distributed, is_streamed
 from bmforge.surgery import persistent_tensors
 
@@ -74,7 +74,7 @@ def _check_table(model: Any, new_size: int) -> None:
     """Raise `ConfigError` if the model's token embedding cannot be resized."""
     table: Any = getattr(model, "embed", None)
     kind = type(model).__name__
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None and (record.layout is not None or record.streamers):
         raise ConfigError(
             f"{kind} is already parallelized or streamed. Call resize_token_embeddings before "

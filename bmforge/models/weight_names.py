@@ -43,8 +43,8 @@ class WeightNames:
         rules = self.weight_rules()
         if head.prefix is not None:
             rules = [
-                replace(rule, theirs=head.prefix + rule.theirs.removeprefix(self.hf_prefix))
-                if rule.theirs.startswith(self.hf_prefix)
+                replace(rule, source=head.prefix + rule.source.removeprefix(self.hf_prefix))
+                if rule.source.startswith(self.hf_prefix)
                 else rule
                 for rule in rules
             ]
@@ -79,7 +79,7 @@ class WeightNames:
             name: tuple(tensor.shape) for name, tensor in persistent_tensors(self._module).items()
         }
         own = self._own_names()
-        if not any(".mlp.experts." in rule.ours for rule in rules):
+        if not any(".mlp.experts." in rule.parameter for rule in rules):
             own |= expert_names(self._module)
         for name, module in split_modules(self._module):
             own |= {f"{name}.{key}" for key, _ in module.named_parameters()}

@@ -35,29 +35,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Rule that maps the parameter `ours` to the checkpoint tensor `theirs`, or to a part of it.
+    """Rule that maps a parameter to a checkpoint tensor, `source`, or to a part of it.
 
-    `{i}` is the layer index; `{e}` in `theirs` is the expert's index in the first dim of `ours`.
+    `{i}` is the layer index; `{e}` in `source` is the expert's index in the parameter's first dim.
 
     Args:
-        ours: parameter name in bmforge.
-        theirs: tensor name in checkpoints.
+        parameter: parameter name in bmforge.
+        source: tensor name in checkpoints.
         transpose: True if the checkpoint tensor has shape (in, out), or (E, in, out) for a stack.
         part: (first row, number of rows) in the fused tensor, in bmforge's orientation; None
             for the whole tensor. For resized layers the rows are recomputed, in the same order.
-        index: expert index in the stacked tensor `ours`; set by `expand_rules`.
+        index: expert index in the stacked tensor `parameter`; set by `expand_rules`.
         part_dim: dim that `part` slices, in bmforge's orientation: 0 for rows, 1 for columns (of a
             stack: 1 for rows).
         step: number of parts whose rows alternate in the fused tensor; `part` then contains the
             index of the first row and the total number of rows of all parts.
         groups: number of groups of rows in the fused tensor, each with rows of all parts, such as
             q, k and v of one head; all groups have the same number of rows of a part.
-        rows: (first row, number of rows) of `ours` that the rule maps; None for all. Set by
+        rows: (first row, number of rows) of `parameter` that the rule maps; None for all. Set by
             `expand_rules`, which creates one rule for each group.
     """
 
-    ours: str
-    theirs: str
+    parameter: str
+    source: str
     transpose: bool = False
     part: tuple[int, int] | None = None
     index: int | None = None
@@ -81,9 +81,11 @@ class WeightRule:
         for rule in ordered:
             if rule.rows is None:
                 return None
-            sizes[rule.ours] = max(sizes.get(rule.ours, 0), sum(rule.rows))
+            sizes[rule.parameter] = max(sizes.get(rule.parameter, 0), sum(rule.rows))
         starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-        ranges = ((starts[rule.ours] + rule.rows[0], rule.rows[1]) for rule in ordered if rule.rows)
+        ranges = (
+            (starts[rule.parameter] + rule.rows[0], rule.rows[1]) for rule in ordered if rule.rows
+        )
         return torch.cat([torch.arange(first, first + count) for first, count in ranges])
 
     def source_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,14 +120,14 @@ class WeightRule:
         return [*dims[:-2], *reversed(dims[-2:])] if self.transpose else dims
 
     def target(self, local: Tensor, box: Box) -> Tensor:
-        """Return a view of the elements of a rank's shard (`local`) that are read from `theirs`."""
+        """Return a view of the elements of a rank's shard (`local`) that are read from `source`."""
         if self.rows is not None:
             shared, first = self._shared_rows(box), box.offsets[0]
             return local[shared.start - first : shared.stop - first]
         return local if self.index is None else local[self.index - box.offsets[0]]
 
     def _shared_rows(self, box: Box) -> slice:
-        """Return the rows of `ours` that are both in the region `box` and in `rows`."""
+        """Return the rows of `parameter` that are both in the region `box` and in `rows`."""
         assert self.rows is not None
         first, end = box.offsets[0], box.offsets[0] + box.lengths[0]
         return slice(max(first, self.rows[0]), min(end, sum(self.rows)))
@@ -135,7 +137,7 @@ class WeightRule:
         return target.transpose(-1, -2) if self.transpose else target
 
     def stored_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the number of elements in `theirs` that belong to a parameter of this shape."""
+        """Return the number of elements in `source` that belong to a parameter of this shape."""
         if self.rows is not None:
             return math.prod((self.rows[1], *shape[1:]))
         return math.prod(shape if self.index is None else shape[1:])
@@ -146,7 +148,7 @@ class WeightRule:
         return not self.transpose and self.part is None and self.index is None
 
     def to_source(self, tensor: Tensor) -> Tensor:
-        """Return the part of the full parameter that `theirs` contains, before transposition."""
+        """Return the part of the full parameter that `source` contains, before transposition."""
         if self.rows is not None:
             return tensor.narrow(0, *self.rows)
         return tensor if self.index is None else tensor[self.index]
@@ -198,14 +200,14 @@ def expand_rules(
     patterns = [(_pattern_of(rule), rule) for rule in rules]
     matched = _expand_family(patterns, {n: s for n, s in shapes.items() if n not in own})
     matched += expanded
-    names = {rule.ours for rule in matched}
+    names = {rule.parameter for rule in matched}
     unmatched = [WeightRule(n, _own_name(n, patterns)) for n in shapes if n not in names]
     order = {name: index for index, name in enumerate(shapes)}
-    return sorted([*matched, *unmatched], key=lambda rule: order[rule.ours])
+    return sorted([*matched, *unmatched], key=lambda rule: order[rule.parameter])
 
 
 def _pattern_of(rule: WeightRule) -> re.Pattern[str]:
-    return re.compile(re.escape(rule.ours).replace(r"\{i\}", r"(\d+)"))
+    return re.compile(re.escape(rule.parameter).replace(r"\{i\}", r"(\d+)"))
 
 
 def _fill_numbers(published: str, match: re.Match[str]) -> str:
@@ -220,9 +222,9 @@ def _own_name(name: str, patterns: Sequence[tuple[re.Pattern[str], WeightRule]])
     if key in PACKED_KEYS:
         for pattern, rule in patterns:
             match = pattern.fullmatch(f"{module}.weight")
-            is_whole = rule.part is None and "{e}" not in rule.theirs
-            if match and is_whole and rule.theirs.endswith(".weight"):
-                return _fill_numbers(rule.theirs, match).removesuffix("weight") + key
+            is_whole = rule.part is None and "{e}" not in rule.source
+            if match and is_whole and rule.source.endswith(".weight"):
+                return _fill_numbers(rule.source, match).removesuffix("weight") + key
     return OWN_PREFIX + name
 
 
@@ -237,23 +239,23 @@ def _expand_family(
         if not matches:
             raise TypeError(f"no weight rule matches the tensor {name!r}.")
         for match, rule in matches:
-            published = _fill_numbers(rule.theirs, match)
+            published = _fill_numbers(rule.source, match)
             if rule.part is not None:
-                fused.setdefault((rule.theirs, published), []).append(len(out))
+                fused.setdefault((rule.source, published), []).append(len(out))
             count = range(shape[0]) if "{e}" in published else (None,)
             out += [
-                replace(rule, ours=name, theirs=published.replace("{e}", str(e)), index=e)
+                replace(rule, parameter=name, source=published.replace("{e}", str(e)), index=e)
                 for e in count
             ]
-    members = Counter(rule.theirs for _, rule in patterns if rule.part is not None)
+    members = Counter(rule.source for _, rule in patterns if rule.part is not None)
     broken = set()
     for (template, published), indices in fused.items():
         if len(indices) < members[template]:
             broken.add(published)
         elif "{i}" in template:
             _fit_parts_(out, indices, shapes)
-    complete = [rule for rule in out if rule.theirs not in broken]
-    return [piece for rule in complete for piece in _split_groups(rule, shapes[rule.ours])]
+    complete = [rule for rule in out if rule.source not in broken]
+    return [piece for rule in complete for piece in _split_groups(rule, shapes[rule.parameter])]
 
 
 def _fit_parts_(
@@ -264,13 +266,13 @@ def _fit_parts_(
     If a resized layer's rows do not divide evenly into groups, its parameters are concatenated.
     """
     dim = rules[indices[0]].part_dim
-    rows = [shapes[rules[index].ours][dim] for index in indices]
+    rows = [shapes[rules[index].parameter][dim] for index in indices]
     groups = rules[indices[0]].groups
     groups = 1 if any(count % groups for count in rows) else groups
     total, first = sum(rows), 0
     for index in sorted(indices, key=lambda index: (rules[index].part or (0, 0))[0]):
         rules[index] = replace(rules[index], part=(first, total), groups=groups)
-        first += 1 if rules[index].step > 1 else shapes[rules[index].ours][dim]
+        first += 1 if rules[index].step > 1 else shapes[rules[index].parameter][dim]
 
 
 def _split_groups(rule: WeightRule, shape: tuple[int, ...]) -> list[WeightRule]:
@@ -301,11 +303,11 @@ def group_by_source(rules: Iterable[WeightRule]) -> dict[str, list[WeightRule]]:
     """Return a dict from each checkpoint tensor's name to its rules, sorted by their first row."""
     groups: dict[str, list[WeightRule]] = {}
     for rule in rules:
-        groups.setdefault(rule.theirs, []).append(rule)
+        groups.setdefault(rule.source, []).append(rule)
     return {n: sorted(g, key=lambda r: r.part[0] if r.part else 0) for n, g in groups.items()}
 
 
 def assemble_source(rules: list[WeightRule], find_tensor: Callable[[str], Tensor]) -> Tensor:
     """Assemble a checkpoint tensor from parameters, which `find_tensor` returns by name."""
-    whole = {name: find_tensor(name) for name in dict.fromkeys(rule.ours for rule in rules)}
-    return rules[0].join([rule.to_source(whole[rule.ours]) for rule in rules], rules)
+    whole = {name: find_tensor(name) for name in dict.fromkeys(rule.parameter for rule in rules)}
+    return rules[0].join([rule.to_source(whole[rule.parameter]) for rule in rules], rules)

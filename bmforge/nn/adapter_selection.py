@@ -1,9 +1,9 @@
 """Selects the adapters of one call of a model, without changing module state.
 
 `run_with_selection` is a context manager that makes a `Selection` active on this thread. Adapter
-modules read it through `choice_of`; without a selection they use their own `adapter_weight`. The
-active selection is thread-local rather than a `ContextVar` because torch.compile supports
-thread-locals but not context variables.
+modules read it through `adapter_choice_of`; without a selection they use their own
+`adapter_weight`. The active selection is thread-local rather than a `ContextVar` because
+torch.compile supports thread-locals but not context variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "AdapterChoice",
     "Selection",
     "active_selection",
-    "choice_of",
+    "adapter_choice_of",
     "run_with_selection",
     "weight_of",
 ]
@@ -82,7 +82,7 @@ def run_with_selection(selection: Selection | None) -> Iterator[None]:
         _ACTIVE.selection = outer
 
 
-def choice_of(module: Any) -> AdapterChoice:
+def adapter_choice_of(module: Any) -> AdapterChoice:
     """Return the `AdapterChoice` of an adapter module in the current call."""
     selection = _ACTIVE.selection
     choice = None if selection is None else selection.choices.get(module)
@@ -91,4 +91,4 @@ def choice_of(module: Any) -> AdapterChoice:
 
 def weight_of(module: Any) -> float:
     """Return the factor on an adapter module's output in the current call."""
-    return choice_of(module).weight
+    return adapter_choice_of(module).weight

@@ -21,14 +21,14 @@ from bmforge.nn.alibi import alibi_bias, alibi_slopes
 from bmforge.nn.attention_bias import biased_attention
 from bmforge.nn.attention_mask import build_mask
 from bmforge.nn.attention_spec import AttentionSpec
-from bmforge.nn.host_attention import host_attention, takes_host_attention
+from bmforge.nn.host_attention import can_use_host_attention, host_attention
 from bmforge.nn.linear import Linear
 from bmforge.nn.norm import build_norm
 from bmforge.nn.packed_linear import multiply_jointly
 from bmforge.nn.position import apply_rope, narrow_rope
-from bmforge.nn.prefix import Pair, attend_with_prefix, prepend_prefix, takes_single_query
+from bmforge.nn.prefix import Pair, attend_with_prefix, is_single_query, prepend_prefix
 from bmforge.nn.quantized_rows import QuantizedRows
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.sinks import HeadSinks, add_sink_key
 
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
     "KeyValueCache",
     "RunBlocks",
     "build_mask",
-    "mix_values",
+    "compute_attention",
 ]
 
-# Signature of `mix_values`.
-Mix = Callable[..., Tensor]
+# Signature of `compute_attention`.
+AttentionFn = Callable[..., Tensor]
 
 
 class RunBlocks(Protocol):
@@ -90,7 +90,7 @@ class KeyValueCache(Protocol):
         """Advance the length by `tokens` if no layer of this stage stores keys and values."""
 
 
-def mix_values(
+def compute_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,7 +128,7 @@ def mix_values(
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         bias = None if bias is None else _autocast(bias)
     is_plain = bias is None and softcap is None and slopes is None
-    if prefix is not None and is_plain and takes_single_query(query, dropout):
+    if prefix is not None and is_plain and is_single_query(query, dropout):
         return attend_with_prefix(prefix, query, key, value, mask, scale)
     if prefix is not None:
         key, value, mask, bias = prepend_prefix(prefix, query, key, value, mask, bias, causal)
@@ -151,7 +151,7 @@ def mix_values(
         return biased_attention(query, key, value, bias, mask, scale, dropout, softcap)
     # A branch, because a compiled graph with a free length needs a plain bool here.
     is_causal = True if causal and mask is None and query.shape[2] > 1 else False  # noqa: SIM210
-    if takes_host_attention(query, mask, (key, value)):
+    if can_use_host_attention(query, mask, (key, value)):
         return host_attention(query, key, value, mask, is_causal, scale, dropout)
     return F.scaled_dot_product_attention(
         query,
@@ -179,9 +179,9 @@ class Attention(nn.Module):
         spec: other hyperparameters of the layer.
 
     Attributes:
-        enter: function applied to `x` first; set by layouts that shard the projections.
-        enter_memory: function applied to `memory` first; set by the same layouts.
-        mix: attention function; set by layouts that shard heads or tokens.
+        input_fn: function applied to `x` first; set by layouts that shard the projections.
+        memory_fn: function applied to `memory` first; set by the same layouts.
+        attention_fn: attention function; set by layouts that shard heads or tokens.
         head_share: (index, count) of the local shard of heads; set by layouts.
         prefix: module that returns keys and values to prepend, or None; see `nn.prefix`.
         sinks: module with the sink logits of the heads, or None; see `nn.sinks`.
@@ -200,14 +200,14 @@ class Attention(nn.Module):
         self.head_dim, self.scale, self.dropout = spec.head_dim, spec.scale, spec.dropout
         self.causal, self.window, self.softcap = spec.causal, spec.window, spec.softcap
         self.rope_interleaved, self.rotary = spec.rope_interleaved, spec.rotary
-        self.enter: Pass = pass_on
-        self.enter_memory: Pass = pass_on
-        self.mix: Mix = mix_values
+        self.input_fn: TensorFn = identity
+        self.memory_fn: TensorFn = identity
+        self.attention_fn: AttentionFn = compute_attention
         self.alibi = spec.alibi
         if spec.softcap is not None:
-            self.mix = partial(mix_values, softcap=spec.softcap)
+            self.attention_fn = partial(compute_attention, softcap=spec.softcap)
         elif spec.alibi:
-            self.mix = partial(mix_values, slopes=self.slopes)
+            self.attention_fn = partial(compute_attention, slopes=self.slopes)
         self.prefix: nn.Module | None = None
         self.sinks = HeadSinks(spec.num_heads) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -250,7 +250,7 @@ class Attention(nn.Module):
         Shape:
             mask: (B or 1, 1, T or 1, S); bias: (B or 1, N, T, S); memory: (B, S, D)
         """
-        x = x if isinstance(x, QuantizedRows) else self.enter(x)
+        x = x if isinstance(x, QuantizedRows) else self.input_fn(x)
         if rope is not None:
             rope = narrow_rope(rope, self.head_dim, self.rope_interleaved)
         attend = getattr(cache, "attend", None)
@@ -258,7 +258,7 @@ class Attention(nn.Module):
         if memory is not None:
             assert isinstance(x, Tensor)
             query = self._queries(x, rope)
-            states = self.enter_memory(memory)
+            states = self.memory_fn(memory)
 
             def make() -> tuple[Tensor, Tensor]:
                 return self._keys_and_values(states, None)
@@ -283,7 +283,7 @@ class Attention(nn.Module):
     def is_plain(self) -> bool:
         """Return True if the layer computes causal softmax attention and nothing else."""
         has_more = self.prefix is not None or self.sinks is not None or self.training
-        return self.causal and not has_more and self.mix is mix_values
+        return self.causal and not has_more and self.attention_fn is compute_attention
 
     def pick_heads(self, bias: Tensor) -> Tensor:
         """Return the first `num_heads` heads of a bias that layers of different widths share.
@@ -322,8 +322,9 @@ class Attention(nn.Module):
         if self.sinks is not None:
             return self._mix_with_sinks(query, key, value, mask, bias, dropout, pair)
         arguments = (query, key, value, mask, bias, self.causal, self.scale, dropout)
-        # Without a prefix the argument is omitted: a user-defined `mix` need not support it.
-        return self.mix(*arguments) if pair is None else self.mix(*arguments, pair)
+        # Without a prefix the argument is omitted: a user's `attention_fn` need not support it.
+        pairs = () if pair is None else (pair,)
+        return self.attention_fn(*arguments, *pairs)
 
     def _mix_with_sinks(
         self,
@@ -339,10 +340,14 @@ class Attention(nn.Module):
         assert self.sinks is not None
         scale = self.scale or self.head_dim**-0.5
         sinks = self.sinks(*self.head_share)
-        if self.mix is mix_values and bias is None and takes_single_query(query, dropout):
+        if (
+            self.attention_fn is compute_attention
+            and bias is None
+            and is_single_query(query, dropout)
+        ):
             return attend_with_prefix(prefix, query, key, value, mask, scale, sinks)
         wide = add_sink_key(sinks, query, key, value, prefix, scale)
-        out = self.mix(*wide[:3], mask, bias, self.causal, scale, dropout, wide[3])
+        out = self.attention_fn(*wide[:3], mask, bias, self.causal, scale, dropout, wide[3])
         return out[..., : query.shape[-1]]
 
     def _project(

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bmforge.device import wide_dtype
-from bmforge.nn.softcap import cap_softly
+from bmforge.device import accumulation_dtype
+from bmforge.nn.softcap import apply_softcap
 
 __all__ = ["biased_attention"]
 
@@ -80,10 +80,10 @@ def _attend_whole(
     softcap: float,
 ) -> Tensor:
     """Compute attention with all scores at once, as one graph for `torch.compile`."""
-    scores = cap_softly(query @ key.transpose(2, 3) * scale, softcap)
+    scores = apply_softcap(query @ key.transpose(2, 3) * scale, softcap)
     scores = scores if bias is None else scores + bias
     scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    weights = scores.to(wide_dtype(scores.dtype)).softmax(-1).to(value.dtype)
+    weights = scores.to(accumulation_dtype(scores.dtype)).softmax(-1).to(value.dtype)
     return F.dropout(weights, dropout) @ value
 
 

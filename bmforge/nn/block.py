@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
-from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.device_kernels import can_use_device_kernels
 from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.mlp import MLP, MLPSpec
 from bmforge.nn.moe import MoE, MoESpec
 from bmforge.nn.norm import NormSpec, RMSNorm, build_norm
 from bmforge.nn.packed_linear import quantize_norm
 from bmforge.nn.quantized_rows import QuantizedRows
-from bmforge.nn.recompute import call_and_drop, hold_weights
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.recompute import call_and_drop, capture_weights
+from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.window import WindowAttention
 from bmforge.surgery import wrappers_of
 
@@ -129,7 +129,7 @@ class Residual(nn.Module):
         factor = self.in_scale
         if not torch.is_grad_enabled():
             return self._dropout_and_scale(part(_times(norm(x), factor)))
-        again = hold_weights(norm)
+        again = capture_weights(norm)
         added = call_and_drop(part, _times(norm(x), factor), lambda: _times(again(x), factor))
         return self._dropout_and_scale(added)
 
@@ -147,8 +147,8 @@ class Block(nn.Module):
         layer_index: index of the block in the stack, and initially in the KV cache.
 
     Attributes:
-        agree: function that makes all ranks that share a sequence use the same random number; set
-            by layouts.
+        sync_random: function that makes all ranks that share a sequence use the same random
+            number; set by layouts.
 
     Shape:
         x: (B, T, D) -> (B, T, D); a mixture of experts also returns the router logits, (B * T, E)
@@ -160,7 +160,7 @@ class Block(nn.Module):
         self.norm_place = spec.norm_place
         self.dropout, self.layer_drop = spec.residual_dropout, spec.layer_drop
         self.sum_scale, self.guards_half = spec.sum_scale, spec.guards_half
-        self.agree: Pass = pass_on
+        self.sync_random: TensorFn = identity
         self.attn: Attention | None = None
         if spec.attn is not None or (spec.norm_place == "parallel" and spec.mlp is not None):
             norm = build_norm(spec.norm, spec.hidden_size) if spec.norms_attn else nn.Identity()
@@ -266,7 +266,7 @@ class Block(nn.Module):
 
         if self.attn is None and self.mlp is None:
             return x
-        again = hold_weights(self.attn_norm)
+        again = capture_weights(self.attn_norm)
         added = call_and_drop(both, self.attn_norm(x), lambda: again(x))
         return _times(x + added, self.sum_scale)
 
@@ -296,7 +296,7 @@ class Block(nn.Module):
     def _adds_and_norms(self, x: Tensor) -> bool:
         """Return True if one kernel can add the attention output to `x` and apply the next norm."""
         norm: Any = getattr(self, "mlp_norm", None)
-        if type(norm) is not RMSNorm or norm.offset or not takes_device_kernels(x, norm.weight):
+        if type(norm) is not RMSNorm or norm.offset or not can_use_device_kernels(x, norm.weight):
             return False
         if self.norm_place != "pre" or self.training or self.guards_half:
             return False
@@ -315,7 +315,7 @@ class Block(nn.Module):
         """
         if not self.layer_drop or not self.training:
             return after
-        sample = self.agree(torch.rand((), device=before.device))
+        sample = self.sync_random(torch.rand((), device=before.device))
         return torch.where(sample < self.layer_drop, before, after)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.adapter_selection import choice_of, weight_of
+from bmforge.nn.adapter_selection import adapter_choice_of, weight_of
 from bmforge.nn.channel import out_width
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.mlp import get_activation
@@ -206,7 +206,7 @@ class Bottleneck(AdapterModule):
         """Add the adapter's output to the module's output."""
         (reader,) = self.reader
         if reader is not None:
-            samples = choice_of(self).samples
+            samples = adapter_choice_of(self).samples
             h = reader.take() if samples is None else reader.take()[samples]
         else:
             h = out if self.options.reads == "out" else inputs[0]

@@ -17,12 +17,18 @@ from bmforge.errors import ConfigError
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.part import AdapterModule, TensorNote, find_like
 
-__all__ = ["Gain", "GainOptions", "Shift", "build_gain", "build_shift"]
+__all__ = [
+    "ScaleAdapter",
+    "ScaleOptions",
+    "BiasAdapter",
+    "build_scale_adapter",
+    "build_bias_adapter",
+]
 
 _ENDS = {"column": 0, "key_value": 0, "head": 0}
 
 
-class Shift(AdapterModule):
+class BiasAdapter(AdapterModule):
     """Bias adapter (BitFit): a trained bias added to the output of a module, initially zero.
 
     Args:
@@ -54,7 +60,7 @@ class Shift(AdapterModule):
         return out + self().to(out.dtype)
 
 
-class Gain(AdapterModule):
+class ScaleAdapter(AdapterModule):
     """IA3 adapter: a trained factor per channel of a module's input or output, initially one.
 
     Args:
@@ -68,7 +74,7 @@ class Gain(AdapterModule):
 
     def __init__(self, width: int, into: bool, like: Tensor) -> None:
         super().__init__()
-        self.enters = into  # type: ignore[misc]
+        self.on_input = into  # type: ignore[misc]
         self.cut_styles = frozenset(  # type: ignore[misc]
             {"", "row", "column", "key_value"} if into else {"", "column", "key_value", "part"}
         )
@@ -76,23 +82,23 @@ class Gain(AdapterModule):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization (ones) and sharding (by channel) of the factors."""
-        return {"weight": TensorNote("ones", {"row": 0} if self.enters else _ENDS)}
+        return {"weight": TensorNote("ones", {"row": 0} if self.on_input else _ENDS)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` times the factors."""
         return (x * self.weight.to(x.dtype)).to(x.dtype)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def change_input(self, x: Tensor) -> Tensor:
         """Scale the module's input."""
         return self(x)
 
     def join(self, inputs: tuple[Any, ...], out: Any) -> Any:
         """Scale the module's output, unless the input is scaled."""
-        return out if self.enters else self(out)
+        return out if self.on_input else self(out)
 
 
 @dataclass(frozen=True)
-class GainOptions:
+class ScaleOptions:
     """Options of the adapter kind "gain" (IA3).
 
     Args:
@@ -102,7 +108,7 @@ class GainOptions:
     into: tuple[str, ...] = ()
 
 
-def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
+def build_scale_adapter(name: str, module: nn.Module, options: ScaleOptions) -> ScaleAdapter:
     """Build the IA3 factors of a linear layer; they are neither attached nor initialized.
 
     Raises:
@@ -115,16 +121,16 @@ def build_gain(name: str, module: nn.Module, options: GainOptions) -> Gain:
             f"{type(module).__name__}. Choose other targets."
         )
     into = any(f".{name}".endswith(f".{ending}") for ending in options.into)
-    return Gain(sizes[0] if into else sizes[1], into, find_like(module))
+    return ScaleAdapter(sizes[0] if into else sizes[1], into, find_like(module))
 
 
-def build_shift(name: str, module: nn.Module, options: Any) -> Shift:
+def build_bias_adapter(name: str, module: nn.Module, options: Any) -> BiasAdapter:
     """Build a bias adapter for a module of known output width.
 
     Raises:
         ConfigError: the output width of the module is unknown.
     """
-    return Shift(out_width(name, module), find_like(module))
+    return BiasAdapter(out_width(name, module), find_like(module))
 
 
 def out_width(name: str, module: Any) -> int:

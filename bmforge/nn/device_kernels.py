@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from bmforge.nn.plain_rows import plain_rms_norm, plain_rotate
 from bmforge.nn.triton_kernels import load_triton
 
-__all__ = ["attend_pages", "rotate_and_store_", "store_in_pages_", "takes_device_kernels"]
+__all__ = ["attend_pages", "rotate_and_store_", "store_in_pages_", "can_use_device_kernels"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST_ROW = 1 << 15
 
 
-def takes_device_kernels(x: Tensor, *others: Tensor) -> bool:
+def can_use_device_kernels(x: Tensor, *others: Tensor) -> bool:
     """Return True if the operators of this module support these tensors.
 
     They must be contiguous accelerator tensors of one dtype, and not of a tensor subclass.
@@ -60,7 +60,7 @@ def store_in_pages_(
     """
     kind = pages[0].dtype
     key, value = key.to(kind), value.to(kind)
-    if takes_device_kernels(key, value, *pages):
+    if can_use_device_kernels(key, value, *pages):
         torch.ops.bmforge.store_in_pages(key, value, *pages, numbers, offsets)
         return
     for stored, new in zip(pages, (key, value), strict=True):
@@ -89,7 +89,7 @@ def rotate_and_store_(
         new: (T, N, H), (T, K, H), (T, K, H); cos, sin: (1, 1, T, R); returns (T, N, H)
     """
     cos, sin, is_interleaved = rope
-    if len(cos) != 1 or not takes_device_kernels(*new, cos, sin, *pages):
+    if len(cos) != 1 or not can_use_device_kernels(*new, cos, sin, *pages):
         return None
     tables = cos[0, 0], sin[0, 0]
     return torch.ops.bmforge.rotate_and_store(

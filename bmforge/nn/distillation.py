@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.losses import TiledLoss, as_number, find_labeled, find_tiling, split_chunks
 from bmforge.nn.shard_hooks import VocabCut
-from bmforge.nn.softcap import cap_softly
+from bmforge.nn.softcap import apply_softcap
 from bmforge.nn.tiled_logits import TiledHead, TiledLogits
 
 __all__ = ["HeadInput", "linear_distillation"]
@@ -51,7 +51,7 @@ class HeadInput(NamedTuple):
         logits = F.linear(self.hidden, self.weight, self.bias)
         for low, rows in self.added:
             logits = logits + F.linear(low, rows)
-        return cap_softly(logits.to(wide_dtype(logits.dtype)), self.softcap)
+        return apply_softcap(logits.to(accumulation_dtype(logits.dtype)), self.softcap)
 
     def detach(self) -> HeadInput:
         """Return a copy that is detached from the autograd graph."""
@@ -229,7 +229,7 @@ def linear_distillation(
         labels = labels[labeled]
         student, teacher = student.select(labeled), teacher.select(labeled)
     hidden, weight, bias, added, softcap = student
-    wide = wide_dtype(hidden.dtype)
+    wide = accumulation_dtype(hidden.dtype)
     scale = 1.0 / as_number(num_items, hidden.device, wide)
     teaching = _DistillationArgs(teacher.detach(), temperature, vocab, softcap)
     flat = itertools.chain.from_iterable(added)

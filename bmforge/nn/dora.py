@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.dense_weight import has_weight, local_weight, whole_weight
 from bmforge.shards import local_box, local_tensor, whole_tensor
 
-__all__ = ["check_layer", "join_with_magnitude", "settle_magnitude_"]
+__all__ = ["check_layer", "join_with_magnitude", "init_magnitude_"]
 
 
 def check_layer(module: nn.Module) -> None:
@@ -62,7 +62,7 @@ def join_with_magnitude(
 
 
 @torch.no_grad()
-def settle_magnitude_(module: nn.Module, part: Any) -> None:
+def init_magnitude_(module: nn.Module, part: Any) -> None:
     """Set DoRA magnitudes to the norms of the layer's rows, which leaves outputs unchanged.
 
     Does nothing if the adapter has no magnitude, or if layer or adapter are on the meta device.

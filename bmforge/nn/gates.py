@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.part import TensorNote
 
@@ -90,7 +90,7 @@ class HardConcrete(nn.Module):
         """Return each gate's value in [0, 1], (units,), with the autograd graph."""
         if self.mask is not None:
             return self.mask.to(self.delta.device)
-        alpha = self.delta.to(wide_dtype(self.delta.dtype)) + self.start
+        alpha = self.delta.to(accumulation_dtype(self.delta.dtype)) + self.start
         if self.training and self.noise is not None:
             alpha = (self.noise.to(alpha) + alpha) / _BETA
         return (torch.sigmoid(alpha) * (_HIGH - _LOW) + _LOW).clamp(0, 1)

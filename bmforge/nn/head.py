@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
-from bmforge.nn.channel import Shift
+from bmforge.nn.channel import BiasAdapter
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, linear_cross_entropy
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import adapters_of
 from bmforge.nn.products import multiply_dense
 from bmforge.nn.shard_hooks import HeadRows, JoinTokens, PickTokens, VocabCut
-from bmforge.nn.softcap import cap_softly
+from bmforge.nn.softcap import apply_softcap
 from bmforge.nn.token_rows import TokenRows
 
 __all__ = ["LMHead", "Measure"]
@@ -104,7 +104,7 @@ class LMHead(nn.Linear):
             if divisor is None:
                 divisor = (labels != IGNORE_INDEX).sum().clamp(min=1)
             x, labels, divisor = self.pick_tokens(x, labels, divisor)
-        x = x if vocab is None else vocab.enter(x)
+        x = x if vocab is None else vocab.sum_backward(x)
         inputs = self._inputs(x, more_rows, is_sliced=measure is None or callable(num_items))
         if measure is None:
             hidden, rows, bias, added, cap = inputs
@@ -130,14 +130,14 @@ class LMHead(nn.Linear):
         if vocab is not None:
             # They follow the last row of the last rank. The other ranks use an empty slice,
             # which keeps the gradient's all-reduce in their graphs.
-            more_rows = vocab.enter(more_rows)[: None if vocab.is_last else 0]
+            more_rows = vocab.sum_backward(more_rows)[: None if vocab.is_last else 0]
         weight = torch.cat((weight, more_rows))
         bias = None if bias is None else F.pad(bias, (0, more_rows.shape[0]))
         pairs = tuple((low, _lengthen(up, weight)) for low, up in added)
         return HeadInput(x, weight, bias, pairs, self.softcap)
 
     def _score(self, x: Tensor, more_rows: Tensor | None) -> Tensor:
-        x = x if self.vocab is None else self.vocab.enter(x)
+        x = x if self.vocab is None else self.vocab.sum_backward(x)
         logits = self.score(x)
         for shift in self._shifts():
             logits = logits + shift.to(logits.dtype)
@@ -146,7 +146,7 @@ class LMHead(nn.Linear):
         logits = logits if self.vocab is None else self.vocab.gather(logits)
         if more_rows is not None:
             logits = torch.cat((logits, F.linear(x, more_rows)), -1)
-        return cap_softly(logits, self.softcap)
+        return apply_softcap(logits, self.softcap)
 
     def _whole_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return this rank's bias, including bias adapters."""
@@ -157,7 +157,7 @@ class LMHead(nn.Linear):
 
     def _shifts(self) -> list[Tensor]:
         """Return the bias vectors, (V,), of the attached bias adapters."""
-        shifts = (part for _, part in adapters_of(self) if isinstance(part, Shift))
+        shifts = (part for _, part in adapters_of(self) if isinstance(part, BiasAdapter))
         weighted = [(part, weight_of(part)) for part in shifts]
         return [part() * w if w != 1 else part() for part, w in weighted if w]
 
@@ -170,7 +170,7 @@ class LMHead(nn.Linear):
         factors = []
         for name, part in adapters_of(self):
             weight = weight_of(part)
-            if isinstance(part, Shift) or weight == 0:
+            if isinstance(part, BiasAdapter) or weight == 0:
                 continue
             if isinstance(part, TokenRows):
                 low, up = part.factors(x, self.matrix(x.dtype))

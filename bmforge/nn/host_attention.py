@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bmforge.native import load_kernels_of
 
-__all__ = ["host_attention", "takes_host_attention"]
+__all__ = ["host_attention", "can_use_host_attention"]
 
 _FOLDER = Path(__file__).with_name("kernels")
 _SOURCES = ("floats.hpp", "attention.cpp")
@@ -49,7 +49,7 @@ class _Mask(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("row", ctypes.c_int64), ("query", ctypes.c_int64)]
 
 
-def takes_host_attention(
+def can_use_host_attention(
     query: Tensor, mask: Tensor | None = None, pair: tuple[Tensor, ...] = ()
 ) -> bool:
     """Return True if `host_attention` supports these inputs and the kernel could be compiled.
@@ -226,7 +226,7 @@ _is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _load() -> ctypes.CDLL:
     library = _kernel()
-    assert library is not None  # callers check `takes_host_attention` first
+    assert library is not None  # callers check `can_use_host_attention` first
     return library
 
 

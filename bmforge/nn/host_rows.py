@@ -27,11 +27,11 @@ __all__ = [
     "host_gated",
     "host_gelu",
     "host_rms_norm",
-    "suits_host_gated",
-    "suits_host_rms_norm",
-    "takes_host_gated",
-    "takes_host_gelu",
-    "takes_host_rms_norm",
+    "supports_host_gated",
+    "supports_host_rms_norm",
+    "can_use_host_gated",
+    "can_use_host_gelu",
+    "can_use_host_rms_norm",
 ]
 
 # Activations that the gated kernel supports, and their codes in the kernel.
@@ -47,27 +47,27 @@ _VECTOR = 16
 FEWEST_VALUES = 1 << 14
 
 
-def takes_host_gelu(x: Tensor) -> bool:
+def can_use_host_gelu(x: Tensor) -> bool:
     """Return True if `host_gelu` supports the tensor and its kernel is available."""
     return _are_plain(x) and _are_alike(x) and _kernel() is not None
 
 
-def takes_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
+def can_use_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return True if `host_rms_norm` supports the tensors and its kernel is available."""
-    return _are_plain(x, weight) and suits_host_rms_norm(x, weight)
+    return _are_plain(x, weight) and supports_host_rms_norm(x, weight)
 
 
-def takes_host_gated(gate: Tensor, up: Tensor) -> bool:
+def can_use_host_gated(gate: Tensor, up: Tensor) -> bool:
     """Return True if `host_gated` supports the tensors and its kernel is available."""
-    return _are_plain(gate, up) and suits_host_gated(gate, up)
+    return _are_plain(gate, up) and supports_host_gated(gate, up)
 
 
-def suits_host_gated(gate: Tensor, up: Tensor) -> bool:
+def supports_host_gated(gate: Tensor, up: Tensor) -> bool:
     """Return True if `host_gated` supports ordinary CPU tensors of this size and dtype."""
     return gate.shape == up.shape and _are_alike(gate, up) and _kernel() is not None
 
 
-def suits_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
+def supports_host_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return True if `host_rms_norm` supports ordinary CPU tensors of these shapes and dtypes.
 
     The memory planner calls this function with fake tensors.

@@ -27,7 +27,7 @@ def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None 
         made_of: input of the function that returned `temporary`; if both are the same tensor,
             `temporary` is not overwritten.
     """
-    if not _may_overwrite(temporary, other):
+    if not _can_overwrite(temporary, other):
         return temporary * other
     if made_of is not None and temporary.data_ptr() == made_of.data_ptr():
         return temporary * other
@@ -36,10 +36,10 @@ def multiply_temporary(temporary: Tensor, other: Tensor, made_of: Tensor | None 
 
 def add_temporary(temporary: Tensor, other: Tensor) -> Tensor:
     """Return ``temporary + other`` in the memory of `temporary`; see `multiply_temporary`."""
-    return temporary.add_(other) if _may_overwrite(temporary, other) else temporary + other
+    return temporary.add_(other) if _can_overwrite(temporary, other) else temporary + other
 
 
-def _may_overwrite(temporary: Tensor, other: Tensor) -> bool:
+def _can_overwrite(temporary: Tensor, other: Tensor) -> bool:
     if torch.is_grad_enabled() or is_tracing():
         return False
     plain = type(temporary) is Tensor and type(other) is Tensor and temporary.dtype == other.dtype

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import split_chunks
@@ -86,7 +86,7 @@ def linear_jsd(
         chunks = [head.select(slice(start, start + count)) for head in (student, teacher)]
         out = checkpoint(_measure, *chunks, beta, temperature, use_reentrant=False)
         parts.append(out)
-    empty = student.hidden.new_zeros((2, 0), dtype=wide_dtype(student.hidden.dtype))
+    empty = student.hidden.new_zeros((2, 0), dtype=accumulation_dtype(student.hidden.dtype))
     return torch.cat([empty, *parts], 1)
 
 

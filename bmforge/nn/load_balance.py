@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 
 __all__ = ["balance_loads", "count_loads", "load_balancing_loss"]
 
@@ -48,7 +48,7 @@ def count_loads(
         router_logits: (M, E) each; counted: any shape with M elements; returns (E,), (E,), (1,)
     """
     logits = torch.stack(tuple(router_logits))
-    wide = logits.to(wide_dtype(logits.dtype))
+    wide = logits.to(accumulation_dtype(logits.dtype))
     probability = F.softmax(wide, dim=-1)
     _, index = probability.detach().topk(experts_per_token, dim=-1)
     weight = torch.ones_like(probability[..., :1])

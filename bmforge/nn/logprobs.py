@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.losses import check_classes, find_labeled, find_tiling, split_chunks
@@ -53,7 +53,9 @@ class TiledScores(torch.autograd.Function):
         hidden, weight, bias, *added = inputs
         tiling = find_tiling(hidden, weight, vocab)._replace(keeps=False)
         needs = (False,) * (6 + len(added))
-        return TiledHead(hidden, weight, bias, added, needs, wide_dtype(hidden.dtype)), tiling
+        return TiledHead(
+            hidden, weight, bias, added, needs, accumulation_dtype(hidden.dtype)
+        ), tiling
 
     @staticmethod
     def keep_(
@@ -71,7 +73,7 @@ class TiledScores(torch.autograd.Function):
         hidden, weight, bias, *saved = ctx.saved_tensors
         values, added = saved[:3], saved[3:]
         weight = ctx.rows if weight is None else weight
-        inputs, wide = (hidden, weight, bias, *added), wide_dtype(hidden.dtype)
+        inputs, wide = (hidden, weight, bias, *added), accumulation_dtype(hidden.dtype)
         differentiate_ = ctx.derive(grads[0].to(wide), *values)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         logits = TiledLogits(head, ctx.tiling, ctx.softcap)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import is_host, reads_are_free, wide_dtype
+from bmforge.device import accumulation_dtype, is_host, reads_without_sync
 from bmforge.errors import ShapeError
 from bmforge.nn.device_loss import find_loss_kernels, pad_head, run_device_loss
 from bmforge.nn.shard_hooks import HeadRows, VocabCut
@@ -214,7 +214,7 @@ def linear_cross_entropy(
     if labeled is not None:
         hidden, labels = hidden.index_select(0, labeled), labels[labeled]
         added = [(low.index_select(0, labeled), rows) for low, rows in added]
-    wide = wide_dtype(hidden.dtype)
+    wide = accumulation_dtype(hidden.dtype)
     scale = 1.0 / as_number(num_items, hidden.device, wide)
     flat = itertools.chain.from_iterable(added)
     options = _HeadOptions(vocab, softcap)
@@ -237,7 +237,7 @@ def find_labeled(labels: Tensor) -> Tensor | None:
     Shape:
         labels: (M,); returns (N,), ascending
     """
-    if not reads_are_free(labels):
+    if not reads_without_sync(labels):
         return None
     labeled = (labels != IGNORE_INDEX).nonzero()[:, 0]
     return labeled if labels.shape[0] - labeled.shape[0] > labels.shape[0] * _LEFT_OUT else None
@@ -245,7 +245,7 @@ def find_labeled(labels: Tensor) -> Tensor | None:
 
 def check_classes(labels: Tensor, count: int) -> None:
     """Raise `ShapeError` for labels outside `count` classes, unless that needs a device sync."""
-    if not reads_are_free(labels):
+    if not reads_without_sync(labels):
         return
     targets = labels[labels != IGNORE_INDEX]
     if targets.numel() and (int(targets.min()) < 0 or int(targets.max()) >= count):

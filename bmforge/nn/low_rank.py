@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.nn.adapter_selection import weight_of
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
+from bmforge.nn.low_rank_sum import AddLowRank, can_use_low_rank_sum
 from bmforge.nn.part import AdapterModule, TensorNote, find_like
 from bmforge.surgery import match_glob
 
@@ -29,7 +29,7 @@ __all__ = [
     "LowRankOptions",
     "build_low_rank",
     "linear_sizes",
-    "settle_low_rank_",
+    "init_magnitudes_",
 ]
 
 
@@ -219,7 +219,7 @@ class LowRank(AdapterModule):
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         if out is not None:
-            if self.bias is None and takes_low_rank_sum(out, x, self.down, self.up):
+            if self.bias is None and can_use_low_rank_sum(out, x, self.down, self.up):
                 return AddLowRank.apply(out, x, self.down, self.up, self.scale)
             return out + self._update(x).to(out.dtype)
         low = F.linear(x.to(self.down.dtype), self.down) * self.scale
@@ -348,9 +348,9 @@ class ExpertsLowRank(AdapterModule):
         return grouped_linear(low, getattr(self, f"{key}_up"), ends).to(dtype)
 
 
-def settle_low_rank_(module: nn.Module, part: nn.Module) -> None:
+def init_magnitudes_(module: nn.Module, part: nn.Module) -> None:
     """Set the magnitudes of a DoRA module to the norms of the layer's rows; see `nn.dora`."""
     if isinstance(part, LowRank) and part.magnitude is not None:
-        from bmforge.nn.dora import settle_magnitude_
+        from bmforge.nn.dora import init_magnitude_
 
-        settle_magnitude_(module, part)
+        init_magnitude_(module, part)

@@ -1,6 +1,6 @@
 """Adds a LoRA update to a layer's output in training, with fewer passes than separate operations.
 
-`LowRank` uses `AddLowRank` where `takes_low_rank_sum` allows it. In all other cases (tracing,
+`LowRank` uses `AddLowRank` where `can_use_low_rank_sum` allows it. In all other cases (tracing,
 autocast, sharded tensors) it uses torch's operations one by one.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from bmforge.nn.tracing import is_tracing
 
-__all__ = ["AddLowRank", "takes_low_rank_sum"]
+__all__ = ["AddLowRank", "can_use_low_rank_sum"]
 
 
-def takes_low_rank_sum(*tensors: Tensor) -> bool:
+def can_use_low_rank_sum(*tensors: Tensor) -> bool:
     """Return True if `AddLowRank` supports a call with these tensors.
 
     Gradients must be enabled, tracing and autocast off. The tensors must have the same dtype and at

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.device_kernels import takes_device_kernels
-from bmforge.nn.host_rows import host_gated, host_gelu, takes_host_gated, takes_host_gelu
+from bmforge.nn.device_kernels import can_use_device_kernels
+from bmforge.nn.host_rows import can_use_host_gated, can_use_host_gelu, host_gated, host_gelu
 from bmforge.nn.in_place import multiply_temporary
 from bmforge.nn.linear import Linear
 from bmforge.nn.packed_linear import multiply_jointly, quantize_gated
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.recompute import call_and_drop
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return host_gelu(x) if takes_host_gelu(x) else F.gelu(x, approximate="tanh")
+    return host_gelu(x) if can_use_host_gelu(x) else F.gelu(x, approximate="tanh")
 
 
 # The aliases are names that published configs use.
@@ -98,9 +98,9 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 def apply_gate(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """Return ``activation(gate) * up``, in one pass if the activation has a kernel."""
     name = _HOST_GATES.get(activation)
-    if name is not None and takes_host_gated(gate, up):
+    if name is not None and can_use_host_gated(gate, up):
         return host_gated(gate, up, name)
-    if name == "silu" and gate.shape == up.shape and takes_device_kernels(gate, up):
+    if name == "silu" and gate.shape == up.shape and can_use_device_kernels(gate, up):
         return torch.ops.bmforge.multiply_by_silu(gate, up)
     return multiply_temporary(activation(gate), up, made_of=gate)
 
@@ -132,7 +132,7 @@ class MLP(nn.Module):
         spec: other hyperparameters of the MLP.
 
     Attributes:
-        enter: function applied to `x` first; set by layouts that shard the projections.
+        input_fn: function applied to `x` first; set by layouts that shard the projections.
 
     Shape:
         x: (..., D) -> (..., D)
@@ -140,7 +140,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, spec: MLPSpec) -> None:
         super().__init__()
-        self.enter: Pass = pass_on
+        self.input_fn: TensorFn = identity
         self.activation = get_activation(spec.activation)
         self.dropout, self.widens_half = spec.dropout, spec.widens_half
         sizes = hidden_size, spec.intermediate_size
@@ -151,7 +151,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """Apply the projections and the activation; `x` may be quantized for `projections`."""
-        x = x if isinstance(x, QuantizedRows) else self.enter(x)
+        x = x if isinstance(x, QuantizedRows) else self.input_fn(x)
         up, *gates = multiply_jointly(x, self.projections())
         gate = gates[0] if gates else None
         is_plain = not (self.widens_half or self.training)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.balanced_assignment import assign_balanced
 from bmforge.nn.grouped import grouped_linear, take_rows
 from bmforge.nn.mlp import MLP, MLPSpec, apply_gate, clamp_swiglu, get_activation
@@ -27,7 +27,7 @@ from bmforge.nn.moe_spec import MoESpec
 from bmforge.nn.part import adapters_of
 from bmforge.nn.recompute import call_and_drop
 from bmforge.nn.router import build_router, pick_experts
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.uniform_routing import can_run_uniform, run_uniform
 
 __all__ = [
@@ -195,8 +195,8 @@ class MoE(nn.Module):
     Attributes:
         dispatch: function that sends tokens to experts and back; replaced by expert parallelism.
         assign: function for balanced assignment of tokens to experts; replaced by layouts.
-        enter: function applied to the experts' input; replaced by layouts.
-        leave: function applied to the experts' output; replaced by layouts.
+        input_fn: function applied to the experts' input; replaced by layouts.
+        output_fn: function applied to the experts' output; replaced by layouts.
         capacity_factor: see `MoESpec`; may be changed after construction.
 
     Shape:
@@ -209,9 +209,9 @@ class MoE(nn.Module):
         self.normalize_weights, self.choice = spec.normalize_weights, spec.choice
         self.capacity_factor = spec.capacity_factor
         self.dispatch: Dispatch = dispatch_locally
-        self.assign: Pass = assign_balanced
-        self.enter: Pass = pass_on
-        self.leave: Pass = pass_on
+        self.assign: TensorFn = assign_balanced
+        self.input_fn: TensorFn = identity
+        self.output_fn: TensorFn = identity
         self.weighs, self.is_split = spec.weighs, spec.split
         self.scoring, self.weight_scale = spec.scoring, spec.weight_scale
         self.groups = spec.expert_groups, spec.top_groups
@@ -236,7 +236,7 @@ class MoE(nn.Module):
         logits = self.router(tokens)
         weights, index = self._route(logits)
         index = self._limit(index)
-        out = self.leave(self._mix(tokens, weights, index))
+        out = self.output_fn(self._mix(tokens, weights, index))
         if self.down_bias is not None:
             out = out + self._mean_bias(weights, index, out.dtype)
         if self.shared_expert is not None:
@@ -251,12 +251,12 @@ class MoE(nn.Module):
         run: RunExperts = self.experts
         alike = not self.weighs and (self.choice == "per_call" or index.shape[0] == 1)
         if alike and self.dispatch is dispatch_locally and can_run_uniform(run, Experts):
-            return run_uniform(run, self.enter(tokens), index[0])
+            return run_uniform(run, self.input_fn(tokens), index[0])
         if self.capacity_factor is not None and self.training:
             run = partial(_run_limited, run)
-        parts = self.dispatch(self.enter(tokens), index, self.num_experts, run)
+        parts = self.dispatch(self.input_fn(tokens), index, self.num_experts, run)
         if weights is not None:
-            return (parts * self.enter(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
+            return (parts * self.input_fn(weights).to(parts.dtype).unsqueeze(-1)).sum(1)
         return parts.squeeze(1) if parts.shape[1] == 1 else parts.sum(1)
 
     def _limit(self, index: Tensor) -> Tensor:
@@ -283,7 +283,7 @@ class MoE(nn.Module):
         if self.choice == "balanced":
             index = self.assign(logits) if self.training else logits.argmax(-1)
             return None, index.unsqueeze(-1)
-        wide = logits.to(wide_dtype(logits.dtype))
+        wide = logits.to(accumulation_dtype(logits.dtype))
         if self.choice == "per_call":
             best = torch.sigmoid(wide).sum(0).topk(self.experts_per_token).indices
             return None, best.expand(logits.shape[0], -1)

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
-from bmforge.nn.device_kernels import takes_device_kernels
-from bmforge.nn.host_rows import host_rms_norm, takes_host_rms_norm
+from bmforge.device import accumulation_dtype
+from bmforge.nn.device_kernels import can_use_device_kernels
+from bmforge.nn.host_rows import can_use_host_rms_norm, host_rms_norm
 from bmforge.nn.plain_rows import plain_rms_norm
 
 __all__ = ["NormKind", "NormSpec", "RMSNorm", "build_norm"]
@@ -62,13 +62,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dim."""
-        if not self.offset and takes_host_rms_norm(x, self.weight):
+        if not self.offset and can_use_host_rms_norm(x, self.weight):
             return host_rms_norm(x, self.weight, self.eps)
-        if not self.offset and takes_device_kernels(x, self.weight):
+        if not self.offset and can_use_device_kernels(x, self.weight):
             return torch.ops.bmforge.rms_norm(x, self.weight, self.eps)
         if not self.offset:
             return plain_rms_norm(x, self.weight, self.eps)
-        wide = x.to(wide_dtype(x.dtype))
+        wide = x.to(accumulation_dtype(x.dtype))
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         weight = self.weight.to(wide.dtype) + self.offset
         return (wide * scale * weight).to(self.weight.dtype)

@@ -13,7 +13,7 @@ from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.packing import PANEL_ROWS, QuantSpec
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import numbers_of
+from bmforge.nn.products import encode_spec
 
 __all__ = ["StackStore", "dequantize_stack"]
 
@@ -88,7 +88,7 @@ class StackStore(PackedStore):
         wants = torch.is_grad_enabled() and x.requires_grad
         run = _GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
-        return run(x.float(), *tensors, rows, numbers_of(self.spec), ends).to(x.dtype)
+        return run(x.float(), *tensors, rows, encode_spec(self.spec), ends).to(x.dtype)
 
     def plain(self, key: str) -> Tensor:
         """Return a dequantized stack in fp32, (E, out, in)."""
@@ -97,7 +97,7 @@ class StackStore(PackedStore):
     def dense(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return a dequantized stack in `dtype`, (E, out, in)."""
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
-        return dequantize_stack(*tensors, rows, numbers_of(self.spec)).to(dtype)
+        return dequantize_stack(*tensors, rows, encode_spec(self.spec)).to(dtype)
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return how the tensors are initialized: dense stacks are sampled, then packed."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.device_kernels import can_use_device_kernels
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packed_store import MatrixStore
 from bmforge.nn.packing import QuantSpec
-from bmforge.nn.products import FEW_DEVICE_TOKENS, numbers_of, takes_device_groups
+from bmforge.nn.products import FEW_DEVICE_TOKENS, can_quantize_groups_on_device, encode_spec
 from bmforge.nn.quantized_rows import QuantizedRows
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.shard_hooks import identity
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = ["QuantizedLinear", "joint_group", "multiply_jointly", "quantize_gated", "quantize_norm"]
@@ -59,7 +59,7 @@ def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:
     tokens, columns = x.numel() // max(1, x.shape[-1]), first.columns
     if not 0 < tokens <= FEW_DEVICE_TOKENS or x.shape[-1] != columns:
         return 0
-    if not takes_device_kernels(x) or not takes_device_groups(first.spec, columns):
+    if not can_use_device_kernels(x) or not can_quantize_groups_on_device(first.spec, columns):
         return 0
     if not all(_is_like(first, layer) for layer in layers) or load_triton(x.device) is None:
         return 0
@@ -100,7 +100,7 @@ def quantize_gated(gate: Tensor, up: Tensor, reader: nn.Module) -> QuantizedRows
     Shape:
         gate, up: (..., columns)
     """
-    if gate.shape != up.shape or not takes_device_kernels(gate, up):
+    if gate.shape != up.shape or not can_use_device_kernels(gate, up):
         return None
     return _quantize(gate, (reader,), up)
 
@@ -124,7 +124,7 @@ def quantize_norm(
     if type(norm) is not RMSNorm or norm.offset or not _is_undisturbed(norm):
         return None
     weight, group = norm.weight, _group_read(x, reader)
-    if not group or not takes_device_kernels(x, weight):
+    if not group or not can_use_device_kernels(x, weight):
         return None
     width, rows = x.shape[-1], None if residual is None else residual.view(-1, x.shape[-1])
     total, *parts = torch.ops.bmforge.quantize_norm(
@@ -140,7 +140,7 @@ def _group_read(x: Tensor, reader: Any) -> int:
     # A subclass with another forward may need the hidden states themselves.
     if not {"forward", "projections"} <= vars(type(reader)).keys() or not _is_undisturbed(reader):
         return 0
-    if reader.enter is not pass_on:
+    if reader.input_fn is not identity:
         return 0
     group = joint_group(x, reader.projections())
     return 0 if group & (group - 1) or x.shape[-1] > 1 << 14 else group
@@ -177,7 +177,7 @@ def _multiply(x: QuantizedRows, layers: Sequence[Any]) -> list[Tensor]:
         [] if minima[0] is None else minima,
         [] if layers[0].bias is None else [layer.bias for layer in layers],
         [layer.rows for layer in layers],
-        numbers_of(layers[0].spec),
+        encode_spec(layers[0].spec),
         x.dtype,
     )
     return [out.view(*x.shape, -1) for out in outs]

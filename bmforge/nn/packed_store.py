@@ -26,11 +26,11 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
+    are_plain_cpu_tensors,
+    encode_spec,
     keeps_dtype,
     multiply_packed,
-    numbers_of,
     pack_weights,
-    runs_here,
 )
 from bmforge.nn.tracing import is_tracing
 
@@ -264,9 +264,9 @@ class MatrixStore(PackedStore):
         matrix = PackedMatrix(*self._tensors())
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_tracing() or torch.autograd._profiler_enabled()
-        if wants or is_seen or not runs_here(inside, bias, *matrix):
+        if wants or is_seen or not are_plain_cpu_tensors(inside, bias, *matrix):
             run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
-            out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)
+            out = run(inside, *matrix, self.rows, encode_spec(self.spec), bias)
         else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
         if self.outlier_weight is not None and self.outlier_columns is not None:
@@ -291,7 +291,7 @@ class MatrixStore(PackedStore):
         start, end = first // PANEL_ROWS, -(-stop // PANEL_ROWS)
         panels = [None if t is None else t[start:end] for t in self._tensors()]
         until = min(end * PANEL_ROWS, self.rows) - start * PANEL_ROWS
-        out = torch.ops.bmforge.dequantize(*panels, until, numbers_of(self.spec))
+        out = torch.ops.bmforge.dequantize(*panels, until, encode_spec(self.spec))
         offset = start * PANEL_ROWS
         out = out[first - offset : stop - offset]
         return self._with_outliers(out, 1, slice(first, stop)).to(dtype)

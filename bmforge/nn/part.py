@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.adapter_selection import choice_of
+from bmforge.nn.adapter_selection import adapter_choice_of
 
 __all__ = [
     "AdapterModule",
@@ -94,7 +94,7 @@ class AdapterModule(nn.Module):
         cut_styles: supported sharding styles of the base module (see `models.TensorCut`); ""
             means replicated.
         saved_alone: True if the adapter's tensors can be saved without the base model.
-        enters: True if the adapter changes the base module's input (by `enter`).
+        on_input: True if the adapter changes the base module's input (by `change_input`).
         is_delta: True if the adapter was attached to an existing model, whose files do not
             contain its tensors.
         adapter_weight: factor on the adapter's output, unless the call selects another; 0
@@ -103,7 +103,7 @@ class AdapterModule(nn.Module):
 
     cut_styles: ClassVar[frozenset[str]] = frozenset({""})
     saved_alone: ClassVar[bool] = True
-    enters: ClassVar[bool] = False
+    on_input: ClassVar[bool] = False
     is_delta: bool = False
     adapter_weight: float = 1.0
 
@@ -120,13 +120,13 @@ class AdapterModule(nn.Module):
         """
         raise TypeError(f"{type(self).__name__} must define `join`.")
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the changed input of the base module; called only if `enters` is True."""
-        raise TypeError(f"{type(self).__name__} must define `enter`.")
+    def change_input(self, x: Tensor) -> Tensor:
+        """Return the changed input of the base module; called only if `on_input` is True."""
+        raise TypeError(f"{type(self).__name__} must define `change_input`.")
 
     def join_to(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
         """Apply this adapter to the output of `module`, with the current call's `AdapterChoice`."""
-        weight, samples, batched = choice_of(self)
+        weight, samples, batched = adapter_choice_of(self)
         if batched is not None and not torch.is_grad_enabled() and inputs[0].dim() == 3:
             grouped: Tensor = batched.join(inputs, out)
             return grouped
@@ -168,16 +168,16 @@ def enter_parts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook: apply the adapters that change the module's input."""
     x, *more = args
     for _, part in adapters_of(module):
-        if not part.enters:
+        if not part.on_input:
             continue
-        weight, samples, _ = choice_of(part)
+        weight, samples, _ = adapter_choice_of(part)
         if weight == 0:
             continue
         if samples is None:
-            x = _weighted(x, part.enter(x), weight)
+            x = _weighted(x, part.change_input(x), weight)
         else:
             own = x[samples]
-            x = x.index_copy(0, samples, _weighted(own, part.enter(own), weight))
+            x = x.index_copy(0, samples, _weighted(own, part.change_input(own), weight))
     return (x, *more)
 
 
@@ -206,7 +206,7 @@ def attach_part_(module: nn.Module, name: str, part: AdapterModule) -> None:
     if not attached:
         # Other hooks, also older ones, get the output with all adapters.
         module.register_forward_hook(join_parts, with_kwargs=True, prepend=True)
-    if part.enters and not any(other.enters for _, other in attached):
+    if part.on_input and not any(other.on_input for _, other in attached):
         module.register_forward_pre_hook(enter_parts)
 
 
@@ -217,7 +217,7 @@ def detach_part_(module: nn.Module, name: str) -> AdapterModule:
     left = [other for _, other in adapters_of(module)]
     if not left:
         _drop_hook_(module, module._forward_hooks, join_parts)
-    if not any(other.enters for other in left):
+    if not any(other.on_input for other in left):
         _drop_hook_(module, module._forward_pre_hooks, enter_parts)
     return part
 

@@ -25,7 +25,7 @@ from bmforge.nn.bottleneck import (
     build_bottleneck,
     in_width,
 )
-from bmforge.nn.channel import GainOptions, build_gain, build_shift, out_width
+from bmforge.nn.channel import ScaleOptions, build_bias_adapter, build_scale_adapter, out_width
 from bmforge.nn.latent_attention import LatentAttention
 from bmforge.nn.low_rank import LowRankOptions, build_low_rank
 from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, find_like
@@ -287,12 +287,12 @@ PART_KINDS: Mapping[str, Kind] = {
     ),
     "shift": Kind(
         NoOptions,
-        partial(_attach_, build_shift, "shift"),
+        partial(_attach_, build_bias_adapter, "shift"),
         "bias vectors added to the outputs of modules",
     ),
     "gain": Kind(
-        GainOptions,
-        partial(_attach_, build_gain, "gain"),
+        ScaleOptions,
+        partial(_attach_, build_scale_adapter, "gain"),
         "one scale per input or output channel of linear layers",
     ),
     "prefix": Kind(

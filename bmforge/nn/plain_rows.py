@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.in_place import add_temporary, multiply_temporary
 
 __all__ = ["plain_rms_norm", "plain_rotate"]
@@ -13,7 +13,7 @@ __all__ = ["plain_rms_norm", "plain_rotate"]
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return ``weight * x / sqrt(mean(x^2) + eps)``, normalized in fp32 or wider."""
-    wide = x.to(wide_dtype(x.dtype))
+    wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(weight.dtype)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.device_kernels import takes_device_kernels
+from bmforge.nn.device_kernels import can_use_device_kernels
 from bmforge.nn.plain_rows import plain_rotate
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "RopeSpec",
     "apply_rope",
     "narrow_rope",
-    "outdates_keys",
+    "invalidates_keys",
     "rope_frequencies",
     "rope_table",
 ]
@@ -193,7 +193,7 @@ def _longrope(spec: RopeSpec, plain: Tensor, positions: Tensor) -> tuple[Tensor,
     return plain / torch.where(beyond, long, short), factor
 
 
-def outdates_keys(spec: RopeSpec | None, before: int, after: int) -> bool:
+def invalidates_keys(spec: RopeSpec | None, before: int, after: int) -> bool:
     """Return True if keys that were rotated in a shorter sequence must be rotated again.
 
     The frequencies of dynamic and longrope scaling depend on the length of the sequence.
@@ -261,7 +261,7 @@ def apply_rope(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = Fals
     """
     cos, sin = table
     heads = x.transpose(1, 2)
-    if len(x) == len(cos) == 1 and takes_device_kernels(heads, cos, sin):
+    if len(x) == len(cos) == 1 and can_use_device_kernels(heads, cos, sin):
         rotated = torch.ops.bmforge.rotate(heads[0], cos[0, 0], sin[0, 0], interleaved)
         return rotated.transpose(0, 1)[None]
     return plain_rotate(x, cos, sin, interleaved)

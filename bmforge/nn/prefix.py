@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bmforge.nn.part import TensorNote
 
-__all__ = ["Pair", "KeyValuePrefix", "attend_with_prefix", "prepend_prefix", "takes_single_query"]
+__all__ = ["Pair", "KeyValuePrefix", "attend_with_prefix", "prepend_prefix", "is_single_query"]
 
 # Keys and values, (K, P, H) each.
 Pair = tuple[Tensor, Tensor]
@@ -124,7 +124,7 @@ def prepend_prefix(
         bias: bias of the attention scores; a bias without columns for the prefix gets zeros there.
 
     Shape:
-        prefix: (K, P, H); others as in `nn.attention.mix_values`, with P + S keys instead of S
+        prefix: (K, P, H); others as in `attention.compute_attention`, with P + S keys instead of S
     """
     rows, length = key.shape[0], prefix[0].shape[1]
     if mask is None and bias is None and causal and query.shape[2] > 1:
@@ -140,7 +140,7 @@ def prepend_prefix(
     return key, value, mask, bias
 
 
-def takes_single_query(query: Tensor, dropout: float) -> bool:
+def is_single_query(query: Tensor, dropout: float) -> bool:
     """Return True for one query token per sequence without gradients; see `attend_with_prefix`."""
     plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return plain and query.shape[2] == 1 and not dropout

@@ -43,17 +43,17 @@ __all__ = [
     "decode_spec",
     "dequantize",
     "keeps_dtype",
-    "lacks_library",
+    "lacks_optimized_product",
     "load_kernels",
     "load_variant",
     "multiply_dense",
     "multiply_packed",
-    "numbers_of",
+    "encode_spec",
     "pack_groups",
     "pack_weights",
     "runnable_variants",
-    "runs_here",
-    "takes_device_groups",
+    "are_plain_cpu_tensors",
+    "can_quantize_groups_on_device",
 ]
 
 # With more tokens than this, dequantizing and torch's product are faster.
@@ -134,7 +134,7 @@ def pack_groups(
     return PackedMatrix(out, by_panels(scales), None if minima is None else by_panels(minima))
 
 
-def runs_here(*tensors: Tensor | None) -> bool:
+def are_plain_cpu_tensors(*tensors: Tensor | None) -> bool:
     """Return True if all tensors are contiguous CPU tensors, and none is of a tensor subclass."""
     plain = (Tensor, torch.nn.Parameter)  # subclasses may have no storage of their own
     return all(
@@ -149,7 +149,7 @@ def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
     on_device = None if packed.is_cpu or packed.is_meta else load_triton(packed.device)
     if on_device is not None:
         return on_device.dequantize(matrix, rows, spec, torch.float32)
-    kernels = load_kernels() if runs_here(*matrix) else None
+    kernels = load_kernels() if are_plain_cpu_tensors(*matrix) else None
     if kernels is None:
         return unpack_matrix(matrix, rows, spec)
     return kernels.unpack(matrix, rows, spec)
@@ -168,7 +168,7 @@ def multiply_packed(
         return _multiply_on_device(x, matrix, rows, spec, bias)
     if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
         return F.linear(x, dequantize(matrix, rows, spec), bias)
-    kernels = load_kernels() if runs_here(x, bias, *matrix) else None
+    kernels = load_kernels() if are_plain_cpu_tensors(x, bias, *matrix) else None
     if kernels is None:
         return multiply_plain(x, matrix, rows, spec, bias)
     return kernels.multiply(x, matrix, rows, spec, bias)
@@ -179,7 +179,7 @@ def keeps_dtype(x: Tensor) -> bool:
     return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def takes_device_groups(spec: QuantSpec, columns: int) -> bool:
+def can_quantize_groups_on_device(spec: QuantSpec, columns: int) -> bool:
     """Return True if accelerators can quantize the groups of a row of activations."""
     return spec.group_of(columns) <= _WIDEST_DEVICE_GROUP
 
@@ -198,7 +198,7 @@ def _multiply_on_device(
     """
     kernels = load_triton(x.device)
     is_few = x.shape[0] <= FEW_DEVICE_TOKENS and spec.activations == "int8"
-    is_narrow = takes_device_groups(spec, x.shape[1])
+    is_narrow = can_quantize_groups_on_device(spec, x.shape[1])
     if kernels is not None and is_few and is_narrow and x.dtype != torch.float64:
         return kernels.multiply(x, matrix, rows, spec, bias)
     if kernels is None:
@@ -224,14 +224,22 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if torch.compiler.is_compiling():  # it cannot trace the calls below
         return None
     is_few = x.numel() <= _FEW_TOKENS * weight.shape[1]
-    if torch.is_grad_enabled() or not x.numel() or not (is_few or lacks_library(weight.dtype)):
+    if (
+        torch.is_grad_enabled()
+        or not x.numel()
+        or not (is_few or lacks_optimized_product(weight.dtype))
+    ):
         return None
     if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch raises the error
         return None
     plain = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
     if not plain or x.dtype != weight.dtype or weight.dtype not in PLAIN_KINDS or is_tracing():
         return None
-    if not x.is_cpu or not runs_here(weight) or torch.is_autocast_enabled(x.device.type):
+    if (
+        not x.is_cpu
+        or not are_plain_cpu_tensors(weight)
+        or torch.is_autocast_enabled(x.device.type)
+    ):
         return None
     tokens = x.reshape(-1, x.shape[-1]).float().contiguous()
     kernels = load_kernels() if is_few else None
@@ -239,7 +247,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         out = kernels.multiply_rows(tokens, weight)
         if bias is not None:
             out += bias
-    elif lacks_library(weight.dtype):
+    elif lacks_optimized_product(weight.dtype):
         out = _multiply_widened(tokens, weight, bias)
     else:
         return None
@@ -247,7 +255,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 @cache
-def lacks_library(dtype: torch.dtype) -> bool:
+def lacks_optimized_product(dtype: torch.dtype) -> bool:
     """Return True if torch has no optimized library for this 16-bit dtype on this CPU."""
     if dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -286,12 +294,12 @@ def _make_spec(
 
 
 def decode_spec(numbers: list[int], matrix: PackedMatrix) -> QuantSpec:
-    """Return the QuantSpec for integers from `numbers_of` and a matrix packed with that scheme."""
+    """Return the QuantSpec for integers from `encode_spec` and a matrix packed with that scheme."""
     bits, group, is_float = numbers
     return _make_spec(bits, group, is_float, matrix.minima is None, matrix.scales.dtype)
 
 
-def numbers_of(spec: QuantSpec) -> list[int]:
+def encode_spec(spec: QuantSpec) -> list[int]:
     """Encode a QuantSpec as a list of integers for the custom operators.
 
     The list contains the bits, the group size, and 1 for float activations (0 for int8).

@@ -26,7 +26,7 @@ from bmforge.nn.packed_experts import StackStore, dequantize_stack
 from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.nn.packed_store import MatrixStore, PackedRows, PackedStore
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
-from bmforge.nn.products import load_kernels, numbers_of, runs_here
+from bmforge.nn.products import are_plain_cpu_tensors, encode_spec, load_kernels
 from bmforge.nn.shard_hooks import HeadRows
 from bmforge.nn.tracing import is_tracing
 
@@ -96,7 +96,12 @@ def pick_packed(index: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec)
     Raises:
         IndexError: an index is out of range (checked on the CPU, outside functorch transforms).
     """
-    if type(index) is not Tensor or not index.is_cpu or is_tracing() or not runs_here(*matrix):
+    if (
+        type(index) is not Tensor
+        or not index.is_cpu
+        or is_tracing()
+        or not are_plain_cpu_tensors(*matrix)
+    ):
         return pick_rows(matrix, index, spec)
     flat, kernels = index.long().flatten().contiguous(), load_kernels()
     picked: Tensor | None = None
@@ -153,7 +158,7 @@ def element_scales(store: PackedStore, key: str) -> Tensor | None:
         return None
     # Integers that are all 1 dequantize to their scales; 4 bits store 1 as 9 in both halves.
     ones = torch.full_like(packed, 1 if store.spec.bits == 8 else 0x99)
-    spec = numbers_of(store.spec)
+    spec = encode_spec(store.spec)
     if isinstance(store, QuantizedExperts):
         return dequantize_stack(ones, scales, None, store.stack_sizes()[key][1], spec)
     assert isinstance(store, MatrixStore)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["call_and_drop", "hold_weights"]
+__all__ = ["call_and_drop", "capture_weights"]
 
 
 class _Dropped(NamedTuple):
@@ -50,7 +50,7 @@ def _unpack(saved: Any) -> Tensor:
         return saved.make().view(saved.shape)
 
 
-def hold_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def capture_weights(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function that calls a module with its current weights, even if the weights change.
 
     `torch.func.functional_call` and averaged weights replace a model's parameters for one call

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 
 __all__ = ["RouterKind", "Scoring", "TwoLayerRouter", "WideRouter", "build_router", "pick_experts"]
 
@@ -65,7 +65,7 @@ class WideRouter(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the router logits."""
-        wide = wide_dtype(x.dtype)
+        wide = accumulation_dtype(x.dtype)
         return F.linear(x.to(wide), self.weight.to(wide))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WideRouter:

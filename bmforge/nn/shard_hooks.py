@@ -10,23 +10,23 @@ from torch import Tensor
 
 __all__ = [
     "JoinTokens",
-    "Pass",
+    "TensorFn",
     "PickTokens",
     "HeadRows",
     "TokenCut",
     "TokenAssignment",
     "VocabCut",
-    "pass_on",
+    "identity",
 ]
 
-Pass = Callable[[Tensor], Tensor]
+TensorFn = Callable[[Tensor], Tensor]
 # (tokens (M, D), labels (M,), divisor of the summed loss) -> the same three values for this rank
 PickTokens = Callable[[Tensor, Tensor, float | Tensor], tuple[Tensor, Tensor, float | Tensor]]
 # (scores of this rank's tokens (K, m), number of all tokens M) -> (K, M)
 JoinTokens = Callable[[Tensor, int], Tensor]
 
 
-def pass_on(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """Return `x` unchanged; the default hook without parallelism."""
     return x
 
@@ -59,7 +59,7 @@ class VocabCut(Protocol):
     width: int
     is_last: bool
 
-    def enter(self, x: Tensor) -> Tensor:
+    def sum_backward(self, x: Tensor) -> Tensor:
         """Return the replicated `x` unchanged; its gradient is summed over the ranks."""
 
     def gather(self, logits: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class VocabCut(Protocol):
 class TokenAssignment(Protocol):
     """Sharding of sequences over ranks (context parallelism)."""
 
-    def enter(
+    def shard_inputs(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
         """Select this rank's tokens of a stack's inputs: hidden states, masks, other arguments."""

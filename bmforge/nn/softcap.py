@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cap_softly"]
+__all__ = ["apply_softcap"]
 
 
-def cap_softly(x: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
     """Return ``softcap * tanh(x / softcap)``, or `x` if there is no cap."""
     return x if softcap is None else torch.tanh(x / softcap) * softcap

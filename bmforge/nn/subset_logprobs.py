@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.distillation import HeadInput
 from bmforge.nn.logprobs import Differentiate, TiledScores
 from bmforge.nn.losses import find_tiling, split_chunks
@@ -51,7 +51,7 @@ def linear_top_k(
     flat = tuple(itertools.chain.from_iterable(added))
     count = min(count, weight.shape[0] if vocab is None else vocab.rows)
     tiling = find_tiling(hidden, weight, vocab)._replace(keeps=False)
-    wide = wide_dtype(hidden.dtype)
+    wide = accumulation_dtype(hidden.dtype)
     head = TiledHead(hidden, weight, bias, flat, (False,) * (6 + len(flat)), wide)
     logits = TiledLogits(head, tiling, softcap)
     parts = []

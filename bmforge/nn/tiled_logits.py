@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import adds_to_wide, is_host
+from bmforge.device import accumulates_in_fp32, is_host
 from bmforge.nn.shard_hooks import VocabCut
 
 __all__ = ["TiledHead", "TiledLogits", "TiledSoftmax", "Tiling"]
@@ -122,7 +122,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, first: bool) -> No
     """Accumulate ``total += left @ right`` in the wider dtype of `total`; `first` overwrites."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
-    elif adds_to_wide(total.device):
+    elif accumulates_in_fp32(total.device):
         beta = 0 if first else 1
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     elif first:

@@ -18,7 +18,7 @@ from bmforge.nn.part import AdapterModule, TensorNote, attach_part_, find_like
 from bmforge.nn.random_init import copy_part_
 from bmforge.shards import is_streamed, local_tensor, whole_tensor
 
-__all__ = ["TOKENS_SLOT", "TokenRows", "attach_token_rows_", "settle_rows_"]
+__all__ = ["TOKENS_SLOT", "TokenRows", "attach_token_rows_", "init_trained_rows_"]
 
 # Suffix of the child module's name, which begins with the adapter's name.
 TOKENS_SLOT = "_tokens"
@@ -47,7 +47,7 @@ class TokenRows(AdapterModule):
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the initialization of the rows; they are replicated.
 
-        `settle_rows_` then sets the rows to those of the base module.
+        `init_trained_rows_` then sets the rows to those of the base module.
         """
         return {"weight": TensorNote("zeros")}
 
@@ -152,7 +152,7 @@ def _check_indices(numbers: Any, rows: int) -> None:
 
 
 @torch.no_grad()
-def settle_rows_(module: nn.Module, part: nn.Module) -> None:
+def init_trained_rows_(module: nn.Module, part: nn.Module) -> None:
     """Set trained rows to the base module's rows, so that outputs are initially unchanged.
 
     Does nothing for other adapters, or if layer or adapter are on the meta device.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ShapeError
 from bmforge.nn.distillation import HeadInput
 
@@ -49,7 +49,7 @@ def pick_answers(logits: Tensor, count: int, temperature: float = 1.0) -> TopKPr
     Shape:
         logits: (M, V)
     """
-    logs = torch.log_softmax(logits.to(wide_dtype(logits.dtype)) / temperature, -1)
+    logs = torch.log_softmax(logits.to(accumulation_dtype(logits.dtype)) / temperature, -1)
     best, ids = logs.topk(count, -1)
     others = logs.scatter(-1, ids, -torch.inf)
     return TopKPredictions(ids, best, torch.logsumexp(others, -1))

@@ -20,7 +20,7 @@ from bmforge.errors import ConfigError
 from bmforge.nn.attention import Attention, AttentionSpec, KeyValueCache
 from bmforge.nn.linear import Linear
 from bmforge.nn.recompute import call_and_drop
-from bmforge.nn.shard_hooks import Pass, pass_on
+from bmforge.nn.shard_hooks import TensorFn, identity
 from bmforge.nn.window_mask import WindowMask
 
 __all__ = ["WindowAttention"]
@@ -45,7 +45,7 @@ class WindowAttention(Attention):
 
     def __init__(self, hidden_size: int, spec: AttentionSpec) -> None:
         super().__init__(hidden_size, spec)
-        self.pick_own: Pass = pass_on
+        self.pick_own: TensorFn = identity
         size = spec.num_heads * spec.head_dim
         self.q_global_proj = Linear(hidden_size, size, bias=spec.qkv_bias)
         self.k_global_proj = Linear(hidden_size, size, bias=spec.qkv_bias)
@@ -75,7 +75,7 @@ class WindowAttention(Attention):
                 "attention with global tokens does not support RoPE, a KV cache, a bias or "
                 "cross-attention. Leave rope, cache, bias and memory out."
             )
-        x = self.enter(x)
+        x = self.input_fn(x)
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if mask.block:
             mixed = self._mix_blocks(query, key, value, mask)

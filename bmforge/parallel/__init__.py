@@ -33,7 +33,7 @@ from bmforge.parallel.layout import (
     gradient_ranks,
     mesh_of,
     random_stream,
-    rows_agree,
+    samples_agree,
     sum_over_axes,
 )
 from bmforge.parallel.master_weights import is_half, master_weight_problems, upcast_trained_
@@ -77,7 +77,7 @@ __all__ = [
     "pipeline_of",
     "plan",
     "random_stream",
-    "rows_agree",
+    "samples_agree",
     "reshard_",
     "run_everywhere",
     "run_on_first",

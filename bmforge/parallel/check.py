@@ -23,14 +23,14 @@ from bmforge.parallel.master_weights import master_weight_problems
 from bmforge.parallel.parameters import parameter_problems
 from bmforge.parallel.pipeline.schedules import problems as schedule_problems
 from bmforge.parallel.pipeline.schedules import smallest_schedule
-from bmforge.parallel.pipeline.stages import Cutting, PipelineRules, plan_cutting
+from bmforge.parallel.pipeline.stages import PipelineRules, StageAssignment, plan_cutting
 from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
-from bmforge.records import Cuts, Unit, find_units
+from bmforge.records import Unit, UnitRules, find_units
 
 __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems"]
 
 
-class Rules(PipelineRules, Cuts, Protocol):
+class Rules(PipelineRules, UnitRules, Protocol):
     """Interface of `models.LayoutRules`, the sharding rules of a model.
 
     They are name globs of the parameters to shard and of the first and last pipeline modules.
@@ -48,7 +48,7 @@ class Division:
     units: tuple[Unit, ...]
     styles: dict[str, Cut]
     stacks: list[nn.Module]
-    cutting: Cutting | None
+    cutting: StageAssignment | None
     stage_ranks: tuple[int, ...]
     dtype: torch.dtype | None
     is_sharded: bool
@@ -148,7 +148,7 @@ def _check_blocks(
 
 def plan_pipeline(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
-) -> tuple[Cutting | None, tuple[int, ...]]:
+) -> tuple[StageAssignment | None, tuple[int, ...]]:
     """Return the assignment of modules to stages, and the pipeline rank of each stage."""
     if layout.pp == 1:
         return None, ()
@@ -216,7 +216,7 @@ def _find_units(model: nn.Module, rules: Rules | None, problems: list[str]) -> t
         return ()
 
 
-def _stage_of(name: str, cutting: Cutting | None) -> int | None:
+def _stage_of(name: str, cutting: StageAssignment | None) -> int | None:
     """Return the first pipeline stage that contains a module."""
     homes = {} if cutting is None else cutting.homes
     first_stages = (min(on) for home, on in homes.items() if f"{name}.".startswith(f"{home}."))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.errors import ConfigError
 from bmforge.parallel.groups import build_device_mesh
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 
 __all__ = [
     "CONTEXT_AXES",
@@ -33,7 +33,7 @@ __all__ = [
     "gradient_ranks",
     "mesh_of",
     "random_stream",
-    "rows_agree",
+    "samples_agree",
     "sum_over_axes",
 ]
 
@@ -245,7 +245,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     Raises:
         ConfigError: there are several processes, but the model is not parallelized.
     """
-    record = laid_out(model)
+    record = find_parallel_record(model)
     mesh = None if record is None else record.mesh
     if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
@@ -263,7 +263,7 @@ def counts_here(mesh: DeviceMesh | None, *axes: str) -> bool:
     return all(axis_rank(mesh, axis) == 0 for axis in _AXES if axis not in axes)
 
 
-def rows_agree(mesh: DeviceMesh | None, digest: int) -> bool:
+def samples_agree(mesh: DeviceMesh | None, digest: int) -> bool:
     """Return True, on all processes, if processes that must read the same samples did so.
 
     Args:

@@ -31,10 +31,10 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import make_contiguous_
 from bmforge.parallel.pipeline.model import PipelinedModel
-from bmforge.parallel.pipeline.stages import Cutting, drop_the_rest_
+from bmforge.parallel.pipeline.stages import StageAssignment, drop_the_rest_
 from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_, refuse_calls_outside_
-from bmforge.records import record_of
+from bmforge.records import parallel_record_of
 from bmforge.surgery import copy_to_meta
 
 __all__ = ["Rules", "parallelize"]
@@ -90,7 +90,7 @@ def parallelize(
     sync_module_states_(model, mesh)
     if division.is_sharded:
         make_contiguous_(model)
-    record = record_of(model)
+    record = parallel_record_of(model)
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
     if division.cutting is not None:
@@ -130,7 +130,7 @@ def parallelize(
 def _build_pipeline(
     model: nn.Module,
     layout: Layout,
-    cutting: Cutting,
+    cutting: StageAssignment,
     mesh: DeviceMesh,
     shared: dict[str, list[int]],
     splits: bool,

@@ -46,7 +46,7 @@ __all__ = [
     "find_base",
     "log_trained",
     "set_rates",
-    "settle_adapter",
+    "resolve_adapter",
     "with_adapter",
 ]
 
@@ -154,7 +154,7 @@ def adapter_defaults(kind: str | None) -> dict[str, Any]:
     return {k: v for k, v in KINDS[kind].defaults.items() if k in ("rank", "length")}
 
 
-def settle_adapter(config: Any) -> Any:
+def resolve_adapter(config: Any) -> Any:
     """Return the config of a run with the default sizes of its adapter filled in, for run.toml.
 
     Raises:

@@ -30,7 +30,7 @@ __all__ = [
     "fill_packed_",
     "find_base_layers",
     "open_packed",
-    "packs_base",
+    "quantizes_base_on_load",
     "quantize_base_",
     "store_frozen_",
 ]
@@ -39,7 +39,7 @@ BaseDtype = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 _PACKED = ("int8", "int4")
 
 
-def packs_base(config: Any) -> bool:
+def quantizes_base_on_load(config: Any) -> bool:
     """Return True if a run quantizes its base model while loading it."""
     return config.base_dtype in _PACKED
 
@@ -119,7 +119,7 @@ def open_packed(model: Any, start: Path | None, config: Any) -> PackedReader | N
         start: directory of the base model.
         config: the run's config.
     """
-    if not packs_base(config):
+    if not quantizes_base_on_load(config):
         return None
     assert start is not None
     spec, names = find_base_layers(model, config.base_dtype)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from bmforge.compress import CompressConfig, CompressReport, compress
 from bmforge.compress.phases import Phase, PhaseSteps, split_phases
-from bmforge.compress.report import PhaseFacts, measure_sizes
+from bmforge.compress.report import PhaseResults, measure_sizes
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import return_freed_memory
@@ -44,7 +44,7 @@ from bmforge.recipes.compress_checks import (
 from bmforge.recipes.compression_phases import CalibrationConfig, PhaseConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.registry import Recipe, find_recipe
-from bmforge.recipes.run_dir import check_new_run, claim_run_dir, occupy_run_dir
+from bmforge.recipes.run_dir import check_new_run, lock_run_dir, write_run_config
 from bmforge.recipes.speed import check_speed, with_speed
 from bmforge.settings import EvaluateConfig
 
@@ -52,7 +52,7 @@ __all__ = [
     "CompressRunConfig",
     "FileFormat",
     "StoppedError",
-    "ask_teacher",
+    "store_teacher_answers",
     "describe_phases",
     "read_recipe",
     "run_compress",
@@ -135,12 +135,12 @@ def run_compress(config: CompressRunConfig) -> CompressReport:
     phases, source = _check(config)
     world = init_distributed()
     begun = [p for n, p in enumerate(phases, 1) if _phase_dir(config, n, p).exists()]
-    with occupy_run_dir(config.out, config, changeable_fields(begun) | {"speed", "format"}):
-        claim_run_dir(config.out, config)
+    with lock_run_dir(config.out, config, changeable_fields(begun) | {"speed", "format"}):
+        write_run_config(config.out, config)
         merged = config.out / _PHASES / _MERGED
         run_on_first(lambda: plain_model(config.model, merged))
         source = original = merged if merged.exists() else source
-        model, done = describe_stored(source), list[PhaseFacts]()
+        model, done = describe_stored(source), list[PhaseResults]()
         before, quality = _measure_before(config, source, model)
         for number, phase in enumerate(phases, 1):
             phase_dir = _phase_dir(config, number, phase)
@@ -183,11 +183,11 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
 
 def _measure_before(config: CompressRunConfig, source: Path, model: Any) -> Any:
     """Return the sizes and metrics of the original model."""
-    quality = _evaluate(config, source) if _wants_figures(config) else {}
+    quality = _evaluate(config, source) if _measures_quality(config) else {}
     return measure_sizes(model), quality
 
 
-def _wants_figures(config: CompressRunConfig) -> bool:
+def _measures_quality(config: CompressRunConfig) -> bool:
     evaluation = config.evaluate
     return bool(evaluation.text or evaluation.prepared or evaluation.tasks)
 
@@ -220,7 +220,7 @@ def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
     find_recipe(config.task, str(find_source(config.model).model))
 
 
-def _read_done(directory: Path) -> PhaseFacts | None:
+def _read_done(directory: Path) -> PhaseResults | None:
     """Return the report of a finished phase; None if it has not finished."""
     if not (directory / "compression.json").is_file():
         return None
@@ -229,22 +229,22 @@ def _read_done(directory: Path) -> PhaseFacts | None:
 
 def _run_phase(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
-) -> PhaseFacts:
+) -> PhaseResults:
     """Run one phase of the compression and return its report."""
     if phase.steps:
         facts = _train_phase(config, phase, source, phase_dir)
     else:
         facts = _change_at_once(config, phase, source, phase_dir)
-    quality = _evaluate(config, Path(facts.directory)) if _wants_figures(config) else {}
+    quality = _evaluate(config, Path(facts.directory)) if _measures_quality(config) else {}
     return dataclasses.replace(facts, name=phase.name, quality=quality)
 
 
 def _train_phase(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
-) -> PhaseFacts:
+) -> PhaseResults:
     """Run a phase by training on the task with the phase's methods attached to the model."""
     run_dir = phase_dir / "run"
-    recipe, settings = _settle_run(config, phase, source, run_dir)
+    recipe, settings = _resolve_phase(config, phase, source, run_dir)
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
@@ -255,7 +255,7 @@ def _train_phase(
     return dataclasses.replace(facts, sizes=sizes, directory=str(run_dir / _EXPORT))
 
 
-def _settle_run(
+def _resolve_phase(
     config: CompressRunConfig, phase: Phase, source: Path, run_dir: Path
 ) -> tuple[Recipe, Any]:
     """Return the task's recipe and the config of its run for a phase."""
@@ -278,7 +278,7 @@ def _settle_run(
     return recipe, settings
 
 
-def ask_teacher(config: CompressRunConfig, count: int) -> Path:
+def store_teacher_answers(config: CompressRunConfig, count: int) -> Path:
     """Store a teacher's top tokens for all training data of a recipe, without compressing.
 
     All phases of a recipe read the same sequences in order, so the longest phase reads all of them.
@@ -301,7 +301,7 @@ def ask_teacher(config: CompressRunConfig, count: int) -> Path:
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
-        recipe, settings = _settle_run(config, phase, source, Path(folder) / "run")
+        recipe, settings = _resolve_phase(config, phase, source, Path(folder) / "run")
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)
@@ -320,7 +320,7 @@ def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _change_at_once(
     config: CompressRunConfig, phase: Phase, source: Path, phase_dir: Path
-) -> PhaseFacts:
+) -> PhaseResults:
     """Compress the model in `source` on one process, without training; write it to `phase_dir`."""
     target = phase_dir / _EXPORT
 

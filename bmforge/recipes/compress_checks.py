@@ -15,7 +15,7 @@ from bmforge.compress.distill.answers import TeacherAnswers, fingerprint_vocabul
 from bmforge.compress.matrices import find_matrices
 from bmforge.compress.phases import PHASES, Phase
 from bmforge.compress.prune.plan import blocks_of
-from bmforge.compress.prune.structure_config import wanted_sizes
+from bmforge.compress.prune.structure_config import requested_sizes
 from bmforge.compress.prune.zeros import check_pattern
 from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
@@ -222,7 +222,7 @@ def _shrink(model: Any, phase: Phase) -> str:
         if config.structure.target != "sizes":
             ratio = config.structure.keep_ratio
             return f"; {ratio:.0%} of the {config.structure.target} of the blocks remain"
-        for name, sizes in wanted_sizes(model, config.structure).items():
+        for name, sizes in requested_sizes(model, config.structure).items():
             new_sizes = {k: v for k, v in dataclasses.asdict(sizes).items() if v is not None}
             model.change_(Change("resize", (name,), new_sizes))
         others = [n for n in ("hidden_size", "num_layers") if getattr(config.structure, n)]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.compress import CompressConfig, Compression, compress
 from bmforge.compress.distill import DistillConfig, TeacherAnswers, write_answers
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data.clean.normalize import normalize_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import track
@@ -29,13 +29,13 @@ from bmforge.train import OptimGroup, TrainConfig, Trainer, causal_lm
 __all__ = [
     "CalibrationConfig",
     "PhaseConfig",
-    "asks_teacher",
+    "only_stores_answers",
     "attach_phase",
     "finish_phase",
     "has_phase",
     "keep_answers",
     "read_calibration",
-    "settle_train",
+    "add_method_groups",
 ]
 
 
@@ -107,7 +107,7 @@ def read_calibration(
         )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     num_tokens, ids = config.rows * config.seq_len, list[int]()
-    for document in normalise_documents(read_documents(config.texts)):
+    for document in normalize_documents(read_documents(config.texts)):
         ids += tokenizer.encode(document.text)
         if len(ids) >= num_tokens:
             break
@@ -191,7 +191,7 @@ def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
     return teacher, directory
 
 
-def asks_teacher(config: Any) -> bool:
+def only_stores_answers(config: Any) -> bool:
     """Return True if a run only stores the teacher's outputs and does not train."""
     return has_phase(config) and config.compress.answers is not None
 
@@ -244,7 +244,7 @@ def keep_answers(config: Any, data: Any, world: World) -> Model:
     return teacher
 
 
-def settle_train(train: TrainConfig, job: Compression | None) -> TrainConfig:
+def add_method_groups(train: TrainConfig, job: Compression | None) -> TrainConfig:
     """Add the parameter groups of the compression methods to a training config."""
     if job is None or not (groups_of_glob := job.optim_groups()):
         return train

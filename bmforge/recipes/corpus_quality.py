@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bmforge.data import normalise, read_documents
+from bmforge.data import normalize_text, read_documents
 from bmforge.data.clean.score_files import save_perplexity
 from bmforge.data.clean.scores import (
     LinearScorer,
@@ -124,7 +124,7 @@ def _lowest(texts: Iterable[str], config: QualityConfig) -> list[str]:
 
 def _read(inputs: Sequence[str], config: QualityConfig) -> Iterator[Any]:
     for document in read_documents(list(inputs), text_field=config.text_field, skip_bad=True):
-        if text := normalise(document.text):
+        if text := normalize_text(document.text):
             yield type(document)(text, document.source, document.place)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
-__all__ = ["settle_epochs"]
+__all__ = ["resolve_epochs"]
 
 # With the default learning rates, fewer steps hardly train an adapter; published recipes use at
 # least 50.
 _FEW_STEPS = 20
 
 
-def settle_epochs(config: Any, epoch_rows: int | None) -> Any:
+def resolve_epochs(config: Any, epoch_rows: int | None) -> Any:
     """Return the config of a run with ``train.steps`` computed from ``epochs``, if that is set.
 
     Args:

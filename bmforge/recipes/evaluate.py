@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
 from bmforge.data import Batch
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data.clean.normalize import normalize_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.data.tasks import find_task, read_task
 from bmforge.data.tasks.rows import AnswerRows, Pair
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import find_export, refuse_pipe, replace_file
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import tune_host
 from bmforge.infer.score import roll_windows
 from bmforge.logging import get_logger
 from bmforge.models import Model, load_weights_
@@ -55,10 +55,10 @@ from bmforge.recipes.run import Results
 from bmforge.recipes.run_dir import add_results
 from bmforge.recipes.start import find_start, traits_of
 from bmforge.recipes.task_prompts import (
-    AskedClasses,
-    AskedOptions,
-    AskedTask,
-    AskedTexts,
+    EncodedClasses,
+    EncodedOptions,
+    EncodedQuestions,
+    EncodedTask,
     count_classes,
 )
 from bmforge.settings import EvaluateConfig
@@ -126,7 +126,7 @@ def evaluate_model(
     measures += [(path, _open_prepared(subject, path, config)) for path in config.prepared]
     measures += [(task, _open_task(subject, task, config)) for task in config.tasks]
     results: Results = {}
-    with tuned_host(world.device):
+    with tune_host(world.device):
         for what, measure in measures:
             for metric, value in measure().items():
                 results.setdefault(metric, {})[what] = value
@@ -227,7 +227,7 @@ def _open_text(subject: _Subject, path: str, config: EvaluateConfig) -> Measure:
     begin = [] if first is None else [first]
     pairs: list[Pair] = []
     text_bytes = 0
-    for document in normalise_documents(read_documents(path)):
+    for document in normalize_documents(read_documents(path)):
         (ids,) = tokenizer.encode_plain([document.text])
         pairs += roll_windows(ids, begin, subject.seq_len)
         text_bytes += len(document.text.encode())
@@ -284,7 +284,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         raise DataError(f"{name!r} contains no example. Use a file with at least one example.")
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
-    form: Callable[..., AskedTask]
+    form: Callable[..., EncodedTask]
     if traits.attention == "bidirectional" and not traits.has_images and not task.asks_for_text:
         has = model.config.num_labels if model.config.head == "sequence_classification" else 0
         if has != count_classes(task):
@@ -300,9 +300,9 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
                 f"in the order {', '.join(task.label_names)}. Pass the examples as a .jsonl file, "
                 "whose labels are matched by their names."
             )
-        form = AskedClasses
+        form = EncodedClasses
     elif traits.attention in ("causal", "encoder-decoder") and traits.can_generate:
-        form = AskedTexts if task.asks_for_text else AskedOptions
+        form = EncodedQuestions if task.asks_for_text else EncodedOptions
     else:
         raise ConfigError(
             f"a {type(model).__name__} with the head {model.config.head!r} cannot be "

@@ -36,10 +36,10 @@ from bmforge.recipes.inputs.task_data import (
 from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import change_model, check_length, traits_of
 from bmforge.recipes.task_prompts import (
-    AskedClasses,
-    AskedOptions,
-    AskedTask,
-    AskedTexts,
+    EncodedClasses,
+    EncodedOptions,
+    EncodedQuestions,
+    EncodedTask,
     count_classes,
 )
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
@@ -154,7 +154,7 @@ def tune_task(config: Any) -> RunResult:
     config, traits = with_classes(config), traits_of(config.model)
     if traits.attention == "bidirectional":
         return run_recipe(config, _open_classes, head="sequence_classification")
-    return run_recipe(config, partial(_open, AskedOptions), head=traits.generation_head)
+    return run_recipe(config, partial(_open, EncodedOptions), head=traits.generation_head)
 
 
 def with_classes(config: Any) -> Any:
@@ -187,7 +187,7 @@ def tune_squad(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    run = partial(_open, AskedTexts)
+    run = partial(_open, EncodedQuestions)
     return run_recipe(config, run, head=traits_of(config.model).generation_head)
 
 
@@ -204,14 +204,16 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
     }
-    return _open(AskedClasses, config, rows, special_ids=words if names else {})
+    return _open(EncodedClasses, config, rows, special_ids=words if names else {})
 
 
-def _open(form: Callable[..., AskedTask], config: Any, rows: World, **fields: Any) -> TrainingData:
+def _open(
+    form: Callable[..., EncodedTask], config: Any, rows: World, **fields: Any
+) -> TrainingData:
     """Load a task as `TrainingData`.
 
     Args:
-        form: class that encodes the examples for the model, such as `AskedClasses`.
+        form: class that encodes the examples for the model, such as `EncodedClasses`.
         config: the run's config.
         rows: data-parallel rank and size of this process.
         fields: further fields of `TrainingData`.

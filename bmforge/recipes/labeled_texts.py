@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from bmforge.data import normalise
+from bmforge.data import normalize_text
 from bmforge.data.sources.conversations import find_conversation_files, read_records
 from bmforge.errors import DataError
 from bmforge.settings import QualityConfig
@@ -87,7 +87,7 @@ def _read(config: QualityConfig) -> Iterator[tuple[str, object, bool]]:
                     is_good = float(str(label)) >= config.good_from
                 else:
                     is_good = str(label) in config.good_labels
-                if text := normalise(text):
+                if text := normalize_text(text):
                     yield text, label, is_good
 
 

@@ -9,10 +9,10 @@ from bmforge.errors import ConfigError
 from bmforge.parallel import Layout
 from bmforge.parallel.check import step_problems
 
-__all__ = ["settle_batch"]
+__all__ = ["resolve_batch"]
 
 
-def settle_batch(config: Any, world_size: int) -> Any:
+def resolve_batch(config: Any, world_size: int) -> Any:
     """Return the data config with the global batch size computed from gradient accumulation.
 
     Raises:

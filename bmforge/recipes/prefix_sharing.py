@@ -46,7 +46,7 @@ def _find_problem(config: Any) -> str | None:
     sizes = with_changes(config)
     family = family_of(sizes)
     modules = list(family.from_config(sizes, device="meta").modules())
-    attentions: list[Any] = [module for module in modules if hasattr(module, "mix")]
+    attentions: list[Any] = [module for module in modules if hasattr(module, "attention_fn")]
     if not attentions or any(getattr(each, "alibi", False) for each in attentions):
         return f"{family.__name__}, whose attention does not support custom positions and masks"
     windows = [each.window for each in attentions if each.window]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data.clean.normalize import normalize_documents
 from bmforge.data.sources.files import read_documents
 from bmforge.errors import DataError
 from bmforge.models import AutoModel
@@ -76,7 +76,7 @@ def measure_layers(source: str, target: str, texts: Sequence[str]) -> list[Layer
 def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> list[int]:
     ids: list[int] = []
     for path in texts:
-        for document in normalise_documents(read_documents(path)):
+        for document in normalize_documents(read_documents(path)):
             ids += tokenizer.encode_plain([document.text])[0]
             if len(ids) >= count:
                 return ids[:count]

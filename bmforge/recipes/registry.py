@@ -291,7 +291,7 @@ def find_recipe(
         raise ConfigError(
             f"the task {name!r} needs a model. Pass --model with a preset (gpt2-small), a "
             "family (gpt2) or the directory of a model. Families that support the task: "
-            f"{', '.join(_capable(meant))}. With a model, --help-all lists the options."
+            f"{', '.join(_families_for(meant))}. With a model, --help-all lists the options."
         )
     start = find_start(model)
     has_audio = traits_of(start.config).has_audio
@@ -310,7 +310,7 @@ def find_recipe(
             label = published or (name if recipe is None else recipe.task)
             config = _with_model(form.config, label, start, published)
             return Recipe(config, form.run, f"{name} with {model}", task)
-    others = ", ".join(_capable(meant)) or "speech models of transformers, such as Whisper"
+    others = ", ".join(_families_for(meant)) or "speech models of transformers, such as Whisper"
     can = [key for key, other in TASKS.items() if other.form(traits)]
     raise ConfigError(
         f"{start.family.__name__} does not support the task {name!r}. Families that do: "
@@ -349,7 +349,7 @@ def _find_tasks(name: str) -> list[tuple[str, str | None]]:
     return matches
 
 
-def _capable(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
+def _families_for(tasks: Sequence[tuple[str, str | None]]) -> list[str]:
     """Return the names of the families that support one of the tasks."""
     return [
         name

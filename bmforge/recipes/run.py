@@ -36,26 +36,26 @@ from bmforge.parallel import (
     run_on_first,
 )
 from bmforge.provenance import warn_of_licenses
-from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates, settle_adapter
+from bmforge.recipes.adapters import AdapterConfig, log_trained, resolve_adapter, set_rates
 from bmforge.recipes.base_weights import BaseDtype
 from bmforge.recipes.build import build_model
 from bmforge.recipes.compression_phases import (
-    asks_teacher,
+    add_method_groups,
     finish_phase,
     keep_answers,
-    settle_train,
+    only_stores_answers,
 )
-from bmforge.recipes.epochs import settle_epochs
+from bmforge.recipes.epochs import resolve_epochs
 from bmforge.recipes.export import export_run
-from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.recipes.resume_check import check_resumed_data
 from bmforge.recipes.run_dir import (
     add_results,
     check_new_run,
-    claim_run_dir,
-    occupy_run_dir,
+    lock_run_dir,
     overridden_fields,
     record_overrides,
+    write_run_config,
 )
 from bmforge.recipes.run_provenance import find_provenance
 from bmforge.recipes.start import family_of, need_fields, settle_model
@@ -240,9 +240,9 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
     world = init_distributed(timeout_s=config.timeout_s)
     config.layout.check(world.size)
     config.loss_scale.check(config.train.precision)
-    config = settle_adapter(need_fields(settle_model(config), needs))
-    config = dataclasses.replace(config, data=settle_batch(config, world.size))
-    with FailureDetector().watching(), occupy_run_dir(config.run_dir, config, _FREE):
+    config = resolve_adapter(need_fields(settle_model(config), needs))
+    config = dataclasses.replace(config, data=resolve_batch(config, world.size))
+    with FailureDetector().watching(), lock_run_dir(config.run_dir, config, _FREE):
         overridden = overridden_fields(config)
         config = run_everywhere(lambda: record_overrides(config.run_dir, config))
         return _run(config, open_data, world, overridden)
@@ -254,10 +254,10 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     provenance = find_provenance(config)
     data = open_data(config, rows)
     _refuse_idle(config, data)
-    if asks_teacher(config):
+    if only_stores_answers(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
     run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
-    config = settle_epochs(config, data.epoch_rows)
+    config = resolve_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
     _refuse_idle_for(model, config, compresses=job is not None)
     log_trained(model, config)
@@ -266,7 +266,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     trainer = Trainer(
         model,
         data.loader,
-        settle_train(set_rates(config.train, config.adapter, model), job),
+        add_method_groups(set_rates(config.train, config.adapter, model), job),
         mesh=mesh,
         run_dir=config.run_dir,
         objective=data.objective if job is None else job.objective(data.objective),
@@ -286,11 +286,11 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
         device_name(world.device),
         config.run_dir,
     )
-    if claim_run_dir(config.run_dir, config, new_only=True):
+    if write_run_config(config.run_dir, config, new_only=True):
         warn_of_licenses(config.run_dir, provenance)
     try:
         # run.toml is changed only after the run's checkpoint has been accepted.
-        trainer.fit(on_start=lambda: claim_run_dir(config.run_dir, config))
+        trainer.fit(on_start=lambda: write_run_config(config.run_dir, config))
         evaluation = None
         if trainer.ended or trainer.step >= config.train.steps:
             evaluation = _finish(config, trainer, data, world, mesh)

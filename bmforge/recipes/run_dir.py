@@ -25,8 +25,8 @@ __all__ = [
     "check_free",
     "check_new_run",
     "check_run_dir",
-    "claim_run_dir",
-    "occupy_run_dir",
+    "write_run_config",
+    "lock_run_dir",
     "open_run_dir",
     "overridden_fields",
     "record_overrides",
@@ -40,8 +40,8 @@ _OVERRIDABLE = ("train.", "data.", "loss_scale.")
 def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     """Create a run directory, or check that an existing directory belongs to this run.
 
-    Later, `claim_run_dir` marks the directory as this run's. All processes call this function and
-    get the same result.
+    Later, `write_run_config` marks the directory as this run's. All processes call this function
+    and get the same result.
 
     Args:
         run_dir: directory to create or to check.
@@ -63,7 +63,7 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
     run_on_first(check)
 
 
-def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool:
+def write_run_config(run_dir: Path, config: Any, *, new_only: bool = False) -> bool:
     """Write ``run.toml``, after all checks, which marks the directory as this run's.
 
     Args:
@@ -86,11 +86,11 @@ def claim_run_dir(run_dir: Path, config: Any, *, new_only: bool = False) -> bool
 
 
 @contextmanager
-def occupy_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
+def lock_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
     """Context manager that opens and locks a run directory, and writes the log to it.
 
-    If the run is refused before `claim_run_dir`, no files are left, and no new lines in the log of
-    an existing run. All processes call it.
+    If the run is refused before `write_run_config`, no files are left, and no new lines in the log
+    of an existing run. All processes call it.
 
     Args:
         run_dir, config, free: arguments of `open_run_dir`.

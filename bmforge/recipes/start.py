@@ -26,10 +26,10 @@ from bmforge.models.hub import (
     find_family,
     find_model,
     find_preset,
-    prefers_directory,
+    names_directory,
 )
 from bmforge.models.resolve import find_neighbors
-from bmforge.models.tensor_matching import find_missing_head, settle_tie
+from bmforge.models.tensor_matching import find_missing_head, resolve_tie
 from bmforge.models.traits import Traits
 
 __all__ = [
@@ -76,7 +76,7 @@ def find_start(name: str) -> Start:
     Raises:
         ConfigError: the name is unknown.
     """
-    if prefers_directory(name) or is_gguf(name):
+    if names_directory(name) or is_gguf(name):
         return _start_from(name)
     presets = [preset for family in FAMILIES.values() for preset in family.config_class.presets]
     if name in presets:
@@ -236,7 +236,7 @@ def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     """Return the config of a model; embeddings are tied if they are tied in the stored weights."""
     files = WeightFiles(directory)
     config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
-    return settle_tie(family.from_config(config, device="meta"), files)
+    return resolve_tie(family.from_config(config, device="meta"), files)
 
 
 def changed_fields(config: Any) -> list[str]:

@@ -24,10 +24,10 @@ from bmforge.recipes.start import traits_of
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.sentinels import decode_answer, encode_answers, fill_prompt
 
-__all__ = ["AskedClasses", "AskedOptions", "AskedTask", "AskedTexts", "count_classes"]
+__all__ = ["EncodedClasses", "EncodedOptions", "EncodedTask", "EncodedQuestions", "count_classes"]
 
 
-class AskedTask(Protocol):
+class EncodedTask(Protocol):
     """Interface of a task encoded for a model: its examples in the input format, and its metrics.
 
     Attributes:
@@ -50,8 +50,8 @@ def count_classes(task: BenchmarkTask) -> int:
     return len(task.label_names) or 2
 
 
-class AskedClasses:
-    """Examples for classification by an encoder; implements `AskedTask`.
+class EncodedClasses:
+    """Examples for classification by an encoder; implements `EncodedTask`.
 
     Args:
         task: the task of the examples.
@@ -78,7 +78,7 @@ class AskedClasses:
         self.source: Any = ClassRows(rows, tokenizer, config, marks)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return the classification metrics; see `AskedTask`."""
+        """Return the classification metrics; see `EncodedTask`."""
         source = self.source
 
         def make(numbers: Sequence[int]) -> Batch:
@@ -93,10 +93,10 @@ class AskedClasses:
         return score_task(self._task.name, chosen, self._examples)
 
 
-class AskedOptions:
+class EncodedOptions:
     """Multiple-choice examples whose options a generative model scores by likelihood.
 
-    The arguments are those of `AskedClasses`.
+    The arguments are those of `EncodedClasses`.
 
     Raises:
         ConfigError: the task expects a free-form text.
@@ -117,21 +117,21 @@ class AskedOptions:
         self.source: Any = AnswerRows(right, config, traits_of(config.model).is_encoder_decoder)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return the metrics of the most likely options; see `AskedTask`."""
+        """Return the metrics of the most likely options; see `EncodedTask`."""
         flat, data = [pair for options in self._pairs for pair in options], self._data
         scores = score_answers(model, flat, data.micro_batch_size, rows, data.seq_len)
         chosen = _choose(scores, self._examples, self._wording)
         return score_task(self._task.name, chosen, self._examples)
 
 
-class AskedTexts:
-    """Questions on a context, answered by generated text; implements `AskedTask`.
+class EncodedQuestions:
+    """Questions on a context, answered by generated text; implements `EncodedTask`.
 
     Args:
         task: the task of the examples.
         examples: at least one example.
         tokenizer: the model's tokenizer.
-        config: run config as in `AskedClasses`, and with `max_new_tokens`.
+        config: run config as in `EncodedClasses`, and with `max_new_tokens`.
 
     Raises:
         ConfigError: the task does not ask questions on a context.
@@ -157,7 +157,7 @@ class AskedTexts:
         self.source: Any = AnswerRows(self._pairs, config, self._traits.is_encoder_decoder)
 
     def measure(self, model: Model, rows: World) -> dict[str, float]:
-        """Return the metrics of greedily generated answers; see `AskedTask`."""
+        """Return the metrics of greedily generated answers; see `EncodedTask`."""
         prompts, data = [pair.prompt for pair in self._pairs], self._config.data
         sizes = (data.micro_batch_size, rows, data.seq_len, self._config.max_new_tokens)
         written = write_answers(model, prompts, *sizes)

@@ -17,7 +17,7 @@ from bmforge.models.hub import find_model
 from bmforge.models.tensor_matching import find_missing_head
 from bmforge.parallel import World, mesh_of
 from bmforge.recipes.adapters import attach_adapter
-from bmforge.recipes.base_weights import packs_base, quantize_base_, store_frozen_
+from bmforge.recipes.base_weights import quantize_base_, quantizes_base_on_load, store_frozen_
 from bmforge.recipes.build import build_model
 from bmforge.recipes.start import family_of, find_start, traits_of
 
@@ -79,7 +79,7 @@ def describe_value_model(config: Any) -> nn.Module:
     """Build a run's value model, with its adapter, on the meta device, to estimate its memory."""
     own = _value_config(config)
     model = family_of(own.model).from_config(own.model, device="meta")
-    if packs_base(own):
+    if quantizes_base_on_load(own):
         quantize_base_(model, own.base_dtype)
     attach_adapter(model, own)
     store_frozen_(model, own)

@@ -143,7 +143,7 @@ async def _let_sleep(engine: AnyEngine) -> None:
     while isinstance(engine, SleepingEngine):
         await asyncio.sleep(_LOOK_S)
         try:
-            await run_in_threadpool(engine.doze)
+            await run_in_threadpool(engine.unload_if_idle)
         except Exception as error:  # the next iteration tries again
             get_logger().error("engine: the idle model could not be unloaded: %r", error)
 

@@ -36,7 +36,7 @@ from bmforge.serve.serving import Serving, client_of, key_of, serving_of
 from bmforge.serve.thoughts import ThoughtReader
 from bmforge.serve.tools import ToolUse, call_starts, find_tools
 
-__all__ = ["RunningChat", "open_chat", "read_prompt", "received_pieces", "salt_of"]
+__all__ = ["RunningChat", "open_chat", "read_prompt", "received_pieces", "cache_salt_of"]
 
 
 @dataclass
@@ -122,7 +122,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
         options = await serving.tokenize(
             partial(to_options, body, engine, most, prompt.ends or None, top_logprobs, prompt.stops)
         )
-        salt = salt_of(request, body.cache_salt)
+        salt = cache_salt_of(request, body.cache_salt)
         span = find_span(body, prompt, engine.tokenizer)
         # A required tool call has no reasoning; other constraints apply to the text after it.
         is_apart = rule is not None and not prompt.has_thought
@@ -182,6 +182,6 @@ def _check(body: ChatRequest, serving: Serving) -> ToolUse:
     return tools
 
 
-def salt_of(request: Request, salt: str | None) -> str:
+def cache_salt_of(request: Request, salt: str | None) -> str:
     """Return the salt for the prefix cache, from the API key's name and the request's salt."""
     return key_of(request) if not salt else f"{key_of(request)}:{salt}"

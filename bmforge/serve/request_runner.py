@@ -61,7 +61,7 @@ async def start(
         await check_engine(serving.engine)
         raise RequestError(str(error), code="invalid_value") from error
     times = TokenTimes(serving.metrics, begin_s)
-    key = requests[0].salt
+    key = requests[0].cache_salt
     live = LiveRequest(handles, serving.config.load.max_unread_bytes, prompt_tokens, times, key)
     serving.live.add(live)
     return live

@@ -21,7 +21,7 @@ from bmforge.serve.answers import (
     join_logprobs,
     usage_of,
 )
-from bmforge.serve.chat_requests import open_chat, salt_of
+from bmforge.serve.chat_requests import cache_salt_of, open_chat
 from bmforge.serve.engine_options import (
     check_limits,
     check_size,
@@ -109,7 +109,7 @@ async def _ask(
     serving = serving_of(request)
     engine, config = serving.engine, serving.config
     length = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    salt = salt_of(request, body.cache_salt)
+    salt = cache_salt_of(request, body.cache_salt)
     hidden = hidden_ids(body, engine.tokenizer)
     engine_requests = []
     for prompt, ids in zip(body.prompts, rows, strict=True):

@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.runtime_adapters import load_adapter_
-from bmforge.infer.engine.text_pairs import rates_pairs
+from bmforge.infer.engine.text_pairs import is_cross_encoder
 from bmforge.licenses import UNKNOWN
 from bmforge.provenance import Provenance
 from bmforge.serve.adapter_registry import AdapterRegistry, LoadAdapter
@@ -76,7 +76,7 @@ class Served:
     @staticmethod
     def encoding_abilities(engine: Any) -> tuple[str, ...]:
         """Return "embeddings", and "pairs" if the engine's model is a cross-encoder."""
-        return ("embeddings", "pairs") if rates_pairs(engine.model) else ("embeddings",)
+        return ("embeddings", "pairs") if is_cross_encoder(engine.model) else ("embeddings",)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from bmforge.errors import BmforgeError
 from bmforge.infer import Engine
 from bmforge.infer.engine.request import Handle, Request, RequestsStatus
-from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.tasks import SteppedTask
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.serve.pauses import collect_all
@@ -87,7 +87,7 @@ class SleepingEngine:
         """Submit an embedding request; see `Engine.submit_embed`."""
         return self._use(lambda engine: engine.submit_embed(inputs, **options))
 
-    def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
+    def submit_task(self, make: Callable[[Any], SteppedTask]) -> Future[Any]:
         """Submit a task of the model; see `Engine.submit_task`."""
         return self._use(lambda engine: engine.submit_task(make))
 
@@ -101,7 +101,7 @@ class SleepingEngine:
             engine = self._engine
             return RequestsStatus(0, 0, 0, 0) if engine is None else engine.requests_status()
 
-    def doze(self) -> bool:
+    def unload_if_idle(self) -> bool:
         """Unload the engine if it has been idle for `idle_s`; return True if it is unloaded."""
         with self._lock:
             engine = self._engine

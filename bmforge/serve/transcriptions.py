@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from bmforge.infer.engine.tasks import turn_task
+from bmforge.infer.engine.tasks import stepped_task
 from bmforge.infer.speech import Transcriber, measure_audio
 from bmforge.serve.encoding import finish_task
 from bmforge.serve.errors import RequestError
@@ -65,7 +65,7 @@ async def _answer(request: Request, task: str) -> Response:
     options = _read_options(fields, task)
     run = partial(_transcribe, serving.transcriber, file, form == "verbose_json", options)
     deadline_s = serving.config.timeouts.request_s
-    submit = partial(served.engine.submit_task, turn_task(run, deadline_s, served.delta))
+    submit = partial(served.engine.submit_task, stepped_task(run, deadline_s, served.delta))
     with serving.admit(request, served):
         try:
             result = await finish_task(serving, request, served.engine, submit)

@@ -58,55 +58,57 @@ class DecoderSuite(DecoderOwnSuite, ModelSuite):
 
     def test_last_logits(self, twin: Twin) -> None:
         """`logits_to_keep` returns only the last logits."""
-        ids = make_batch(twin.ours)
-        assert_close(twin.ours(ids, logits_to_keep=2).logits, twin.ours(ids).logits[:, -2:])
+        ids = make_batch(twin.model)
+        assert_close(twin.model(ids, logits_to_keep=2).logits, twin.model(ids).logits[:, -2:])
 
     @pytest.mark.parametrize("side", ["left", "right"])
     def test_padding(self, twin: Twin, side: str) -> None:
         """Logits of a padded batch equal those of transformers, and are not NaN at padding."""
-        ids = make_batch(twin.ours)
+        ids = make_batch(twin.model)
         mask = torch.ones_like(ids)
         mask[0, :5] = 0
         mask = mask if side == "left" else mask.flip(1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        expected = twin.theirs(ids, attention_mask=mask, position_ids=positions).logits
-        logits = twin.ours(ids, attention_mask=mask, position_ids=positions).logits
+        expected = twin.reference(ids, attention_mask=mask, position_ids=positions).logits
+        logits = twin.model(ids, attention_mask=mask, position_ids=positions).logits
         assert logits.isfinite().all()
         assert_close(logits[mask.bool()], expected[mask.bool()])
 
     def test_loss_of_part_of_a_batch(self, twin: Twin) -> None:
         """With `num_items_in_batch`, the summed loss is divided by this number."""
-        ids = make_batch(twin.ours)
-        expected = twin.theirs(ids, labels=ids, num_items_in_batch=7).loss
-        assert_close(twin.ours(ids, labels=ids, num_items_in_batch=7).loss, expected)
+        ids = make_batch(twin.model)
+        expected = twin.reference(ids, labels=ids, num_items_in_batch=7).loss
+        assert_close(twin.model(ids, labels=ids, num_items_in_batch=7).loss, expected)
 
     def test_padded_gradients_are_finite(self, twin: Twin) -> None:
         """Sequences that start with padding have finite gradients."""
-        ids = make_batch(twin.ours)
+        ids = make_batch(twin.model)
         mask = torch.ones_like(ids)
         mask[0, :-1] = 0
-        twin.ours.zero_grad()
-        twin.ours(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-        assert all(p.grad.isfinite().all() for p in twin.ours.parameters())
+        twin.model.zero_grad()
+        twin.model(
+            ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)
+        ).loss.backward()
+        assert all(p.grad.isfinite().all() for p in twin.model.parameters())
 
     def test_cached_decode_of_every_case(self, twin: Twin) -> None:
         """Cached decoding gives the logits of a single forward pass, for each config in `cases`."""
-        check_cached_decode(twin.ours)
+        check_cached_decode(twin.model)
 
     def test_packed_documents_of_every_case(self, twin: Twin) -> None:
         """Packed documents give the logits of each document alone, for each config in `cases`."""
-        check_packed_documents(twin.ours)
+        check_packed_documents(twin.model)
 
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
         """Greedy and beam search return the same ids as transformers, also for padded prompts."""
-        ids = make_batch(twin.ours, length=6, seed=4)
+        ids = make_batch(twin.model, length=6, seed=4)
         mask = torch.ones_like(ids)
         mask[0, :2] = 0
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
-        expected = twin.theirs.generate(ids, attention_mask=mask, **options)
-        assert torch.equal(generate(twin.ours, ids, mask, **options), expected)
+        expected = twin.reference.generate(ids, attention_mask=mask, **options)
+        assert torch.equal(generate(twin.model, ids, mask, **options), expected)
 
 
 def check_cached_decode(model: Model) -> None:

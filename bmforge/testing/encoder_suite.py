@@ -32,21 +32,21 @@ class EncoderSuite(ModelSuite):
 
     def test_padding_changes_nothing(self, twin: Twin) -> None:
         """Padding does not change the outputs of the other tokens."""
-        ids = make_batch(twin.ours)
+        ids = make_batch(twin.model)
         mask = torch.ones_like(ids)
         mask[0, 7:] = 0
-        padded = twin.ours(ids, attention_mask=mask).last_hidden_state
-        alone = twin.ours(ids[:1, :7]).last_hidden_state
+        padded = twin.model(ids, attention_mask=mask).last_hidden_state
+        alone = twin.model(ids[:1, :7]).last_hidden_state
         assert padded.isfinite().all()
         assert_close(padded[:1, :7], alone)
 
     def test_packed_documents(self, twin: Twin) -> None:
         """Documents packed into one sequence have the same outputs as each document alone."""
-        ids = make_batch(twin.ours, batch=1)
+        ids = make_batch(twin.model, batch=1)
         lengths = (3, 5, 4)
         documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-        first = getattr(twin.ours.spec, "position_offset", 0)
+        first = getattr(twin.model.spec, "position_offset", 0)
         positions = torch.cat([torch.arange(n) for n in lengths])[None] + first
-        packed = twin.ours(ids, document_ids=documents, position_ids=positions)
-        alone = [twin.ours(document).last_hidden_state for document in ids.split(lengths, 1)]
+        packed = twin.model(ids, document_ids=documents, position_ids=positions)
+        alone = [twin.model(document).last_hidden_state for document in ids.split(lengths, 1)]
         assert_close(packed.last_hidden_state, torch.cat(alone, 1))

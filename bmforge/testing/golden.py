@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bmforge.models import Model
-from bmforge.testing.reference_pair import rename_to_theirs
+from bmforge.testing.reference_pair import to_reference_names
 from bmforge.testing.tolerance import assert_close
 
 __all__ = ["Golden"]
@@ -53,7 +53,7 @@ class Golden:
 
     def check_gradients(self, model: Model) -> None:
         """Compare a model's gradients with all gradients in the file, by their original names."""
-        got = rename_to_theirs(
+        got = to_reference_names(
             model,
             {
                 n: torch.zeros_like(p) if p.grad is None else p.grad

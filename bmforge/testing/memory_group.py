@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bmforge.host_memory import give_back_memory, peak_resident_bytes, resident_bytes
+from bmforge.host_memory import peak_resident_bytes, resident_bytes, trim_memory
 
 __all__ = ["MemoryGroup", "ResidentSet", "limit_memory"]
 
@@ -42,7 +42,7 @@ class MemoryGroup:
         self._folder.mkdir()
         try:
             (self._folder / limit).write_text(str(limit_bytes))
-            give_back_memory()
+            trim_memory()
             (self._folder / "cgroup.procs").write_text(str(os.getpid()))
         except OSError:
             self._folder.rmdir()
@@ -64,7 +64,7 @@ class ResidentSet:
     kind = "resident set"
 
     def __init__(self) -> None:
-        give_back_memory()
+        trim_memory()
         reset = Path("/proc/self/clear_refs")
         if reset.exists():
             reset.write_text("5")  # reset the peak

@@ -25,7 +25,7 @@ from bmforge.models import Model, ModelConfig
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
-from bmforge.testing.reference_pair import Twin, make_twin, rename_to_theirs
+from bmforge.testing.reference_pair import Twin, make_twin, to_reference_names
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 __all__ = ["ModelSuite"]
@@ -98,7 +98,7 @@ class ModelSuite(FamilySuite):
         if "vocab_size" in fields:  # no row of `make_batch` has this id
             fields["pad_token_id"] = fields["vocab_size"] - 1
         twin = make_twin(self.model_class, hf_class, fields, tmp_path / "theirs")
-        assert twin.ours.config.head == head
+        assert twin.model.config.head == head
         # Checked first, because transformers' forward modifies its config.
         self.check_conversion(twin, hf_class, tmp_path / "ours")
         self.check_outputs(twin)
@@ -127,9 +127,9 @@ class ModelSuite(FamilySuite):
 
     def check_outputs(self, twin: Twin) -> None:
         """Compare all outputs of the two models."""
-        inputs = self.make_inputs(twin.ours)
-        expected = self.run_theirs(twin.theirs, inputs, output_hidden_states=True)
-        outputs = twin.ours(**inputs, output_hidden_states=True)
+        inputs = self.make_inputs(twin.model)
+        expected = self.run_reference(twin.reference, inputs, output_hidden_states=True)
+        outputs = twin.model(**inputs, output_hidden_states=True)
         compared = _compare(outputs, expected)
         assert compared, "the outputs of the two models have no field in common"
         states = expected.get("hidden_states") or expected.get("decoder_hidden_states")
@@ -140,40 +140,40 @@ class ModelSuite(FamilySuite):
 
     def check_gradients(self, twin: Twin) -> None:
         """Compare the loss and all gradients of the two models."""
-        inputs = self.make_inputs(twin.ours)
-        inputs |= make_labels(twin.ours, inputs)
-        twin.theirs.zero_grad()
-        twin.ours.zero_grad()
-        expected = self.run_theirs(twin.theirs, inputs)
-        outputs = twin.ours(**inputs)
+        inputs = self.make_inputs(twin.model)
+        inputs |= make_labels(twin.model, inputs)
+        twin.reference.zero_grad()
+        twin.model.zero_grad()
+        expected = self.run_reference(twin.reference, inputs)
+        outputs = twin.model(**inputs)
         expected.loss.backward()
         outputs.loss.backward()
         _compare(outputs, expected)
-        assert_close(self.our_gradients(twin.ours), self.their_gradients(twin.theirs))
+        assert_close(self.model_gradients(twin.model), self.reference_gradients(twin.reference))
 
     def check_conversion(self, twin: Twin, hf_class: Any, directory: Path) -> None:
         """Compare weights and configs after conversion to transformers and back."""
-        twin.ours.save_pretrained(directory)
+        twin.model.save_pretrained(directory)
         back = hf_class.from_pretrained(directory)
-        assert_equal_trees(back.state_dict(), twin.theirs.state_dict())
-        assert _fields(back.config) == _fields(twin.theirs.config)
+        assert_equal_trees(back.state_dict(), twin.reference.state_dict())
+        assert _fields(back.config) == _fields(twin.reference.config)
         again = self.model_class.from_pretrained(directory)
-        assert_equal_trees(again.state_dict(), twin.ours.state_dict())
-        assert again.config == twin.ours.config
+        assert_equal_trees(again.state_dict(), twin.model.state_dict())
+        assert again.config == twin.model.config
 
-    def run_theirs(self, model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    def run_reference(self, model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
         """Run transformers' model; families with other argument names override this."""
         return model(**inputs, **options)
 
-    def our_gradients(self, model: Model) -> dict[str, Tensor]:
+    def model_gradients(self, model: Model) -> dict[str, Tensor]:
         """Return a dict from transformers' name to bmforge's gradient; zeros if there is none."""
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
         }
-        return rename_to_theirs(model, gradients)
+        return to_reference_names(model, gradients)
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Return a dict from name to transformers' gradient; zeros if there is none."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad

@@ -24,7 +24,7 @@ def check_preset_shapes(model_class: type[Model], hf_class: Any, name: str) -> N
     with torch.device("meta"):
         reference = hf_class(hf_class.config_class(**fields))
     shapes = {
-        rule.theirs: rule.source_shape(tuple(model.get_parameter(rule.ours).shape))
+        rule.source: rule.source_shape(tuple(model.get_parameter(rule.parameter).shape))
         for rule in model.active_rules()
     }
     assert shapes == {n: tuple(p.shape) for n, p in reference.named_parameters()}

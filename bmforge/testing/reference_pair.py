@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from bmforge.models import Model
 from bmforge.models.weights import assemble_source, group_by_source
 
-__all__ = ["Twin", "build_reference", "make_twin", "rename_to_theirs"]
+__all__ = ["Twin", "build_reference", "make_twin", "to_reference_names"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Twin:
     """A transformers model and a bmforge model with the same weights.
 
     Args:
-        theirs: the transformers model, in eval mode, with eager attention.
-        ours: the same model, loaded by bmforge from `directory`.
+        reference: the transformers model, in eval mode, with eager attention.
+        model: the same model, loaded by bmforge from `directory`.
         directory: directory with the saved transformers model.
     """
 
-    theirs: Any
-    ours: Any
+    reference: Any
+    model: Any
     directory: Path
 
 
@@ -61,7 +61,7 @@ def make_twin(
     return Twin(reference, model_class.from_pretrained(directory), directory)
 
 
-def rename_to_theirs(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_reference_names(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert a dict of tensors from bmforge's names and shapes to transformers' format."""
-    groups = group_by_source(rule for rule in model.active_rules() if rule.ours in tensors)
+    groups = group_by_source(rule for rule in model.active_rules() if rule.parameter in tensors)
     return {name: assemble_source(rules, tensors.__getitem__) for name, rules in groups.items()}

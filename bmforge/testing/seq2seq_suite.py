@@ -33,12 +33,12 @@ class Seq2SeqSuite(ModelSuite):
 
     def test_cached_decode(self, twin: Twin) -> None:
         """Decoding the target step by step gives the same logits as a single forward pass."""
-        inputs = self.make_inputs(twin.ours)
+        inputs = self.make_inputs(twin.model)
         targets = inputs.pop("decoder_input_ids")
-        at_once = twin.ours(**inputs, decoder_input_ids=targets).logits
-        cache = KVCache(len(twin.ours.decoder.layers), targets.shape[1])
+        at_once = twin.model(**inputs, decoder_input_ids=targets).logits
+        cache = KVCache(len(twin.model.decoder.layers), targets.shape[1])
         steps = [
-            twin.ours(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
+            twin.model(**inputs, decoder_input_ids=targets[:, start:end], cache=cache).logits
             for start, end in ((0, 3), (3, 4), (4, 7))
         ]
         assert_close(torch.cat(steps, 1), at_once)
@@ -47,8 +47,8 @@ class Seq2SeqSuite(ModelSuite):
     @pytest.mark.parametrize("beams", [1, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int) -> None:
         """Greedy and beam search return the same ids as transformers, also for padded sources."""
-        inputs = self.make_inputs(twin.ours)
+        inputs = self.make_inputs(twin.model)
         del inputs["decoder_input_ids"]
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 6, "do_sample": False}
-        expected = twin.theirs.generate(**inputs, **options)
-        assert torch.equal(generate(twin.ours, **inputs, **options), expected)
+        expected = twin.reference.generate(**inputs, **options)
+        assert torch.equal(generate(twin.model, **inputs, **options), expected)

@@ -21,8 +21,8 @@ from bmforge.testing.character_tokenizer import CharacterTokenizer
 from bmforge.testing.tolerance import assert_close
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt import Encoded, Template
-from bmforge.tune.prompt.call import ask_model
-from bmforge.tune.prompt.questions import Question, lay_questions
+from bmforge.tune.prompt.call import run_at_answers
+from bmforge.tune.prompt.questions import Question, collate_questions
 from bmforge.tune.prompt.truncate import CUTS
 
 __all__ = ["TINY_MODELS", "TemplateSuite", "open_tiny"]
@@ -185,10 +185,10 @@ def _is_inside(some: Sequence[int], ids: Sequence[int]) -> bool:
 
 def _ask(model: Any, prompts: Sequence[Encoded]) -> Tensor:
     """Return the logits (B, M, V) at the masks of the prompts."""
-    columns = lay_questions(
+    columns = collate_questions(
         [Question([prompt], [], []) for prompt in prompts], _LETTERS.pad_id or 0
     )
     batch = {name: torch.tensor(values) for name, values in columns.items()}
-    answer = ask_model(model, batch, batch.pop("mask_at"))
+    answer = run_at_answers(model, batch, batch.pop("mask_at"))
     assert answer is not None
     return answer.logits

@@ -17,7 +17,7 @@ from bmforge.tokenizers.base import (
 )
 from bmforge.tokenizers.sentence_piece import load_sentence_piece
 from bmforge.tokenizers.word_encoder import ids_to_tokens
-from bmforge.tokenizers.words import WordCutter
+from bmforge.tokenizers.words import WordSegmenter
 
 __all__ = ["CPM1Tokenizer"]
 
@@ -66,7 +66,7 @@ class CPM1Tokenizer(VocabularyTokenizer):
         check_tokens((SPACE, NEWLINE, "<eod>"), self._vocabulary, path, "CPM-1")
         # Tokens for decoding, with <eod> as one character so that it keeps its brackets.
         self._shown = [END if token == "<eod>" else token for token in tokens]
-        self._cutter = WordCutter()
+        self._cutter = WordSegmenter()
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:

@@ -19,7 +19,7 @@ from bmforge.tokenizers.base import (
     parse_vocabulary,
 )
 from bmforge.tokenizers.word_encoder import CONTINUES, WordEncoder, has_chinese, ids_to_tokens
-from bmforge.tokenizers.words import WordCutter
+from bmforge.tokenizers.words import WordSegmenter
 
 __all__ = ["CPM1WordTokenizer", "CPM2Tokenizer", "EVATokenizer"]
 
@@ -81,7 +81,7 @@ class CPM2Tokenizer(VocabularyTokenizer):
         self._tokens = list(vocabulary)
         self._space_id = vocabulary[self.roles["space"]]
         self._has_form = re.compile("|".join(map(re.escape, self._forms)))
-        self._cutter = WordCutter()
+        self._cutter = WordSegmenter()
         blanks = {" ": self._space_id, "\n": vocabulary[self.roles["newline"]]}
         self._marked = any(map(_MARKED.fullmatch, vocabulary))
         self._encoder = WordEncoder({**vocabulary, **blanks}, vocabulary["<unk>"], self._marked)

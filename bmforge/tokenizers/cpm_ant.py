@@ -19,7 +19,7 @@ from bmforge.tokenizers.base import (
 )
 from bmforge.tokenizers.longest_match import LongestMatcher
 from bmforge.tokenizers.word_encoder import WordEncoder, ids_to_tokens
-from bmforge.tokenizers.words import WordCutter
+from bmforge.tokenizers.words import WordSegmenter
 
 __all__ = ["CPMAntPlusTokenizer", "CPMAntTokenizer"]
 
@@ -70,7 +70,7 @@ class CPMAntTokenizer(VocabularyTokenizer):
         self._content = content
         self._vocabulary = {_WRITTEN_AS.get(token, token): id for token, id in written.items()}
         self._tokens = list(self._vocabulary)
-        self._cutter = WordCutter(new_words)
+        self._cutter = WordSegmenter(new_words)
         self._encoder = WordEncoder(self._vocabulary, written["<unk>"])
 
     @classmethod

@@ -11,7 +11,7 @@ import re
 
 from bmforge.errors import MissingDependencyError
 
-__all__ = ["WordCutter"]
+__all__ = ["WordSegmenter"]
 
 # Runs that jieba segments. Any other character, or "\r\n", is one word.
 _RUN = re.compile(r"[\u4E00-\u9FD5a-zA-Z0-9+#&._%\-]+|\r\n|.", re.DOTALL)
@@ -22,7 +22,7 @@ _LATIN_WORDS = frozenset({"AT&T", "c#", "C#", "c++", "C++"})
 _HAS_LATIN_WORD = re.compile(r"AT&T|[cC](?:#|\+\+)")
 
 
-class WordCutter:
+class WordSegmenter:
     """Word segmenter for Chinese text.
 
     Args:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bmforge.parallel import reshard_
-from bmforge.records import laid_out, record_of
+from bmforge.records import find_parallel_record, parallel_record_of
 
 __all__ = ["Companion", "join_for_checkpoint"]
 
@@ -57,7 +57,7 @@ def join_for_checkpoint(
     for name, child in model.named_children():
         joined.add_module(name, child)
     joined.add_module(companion.name, companion.model)
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None:
-        record_of(joined).mesh = record.mesh
+        parallel_record_of(joined).mesh = record.mesh
     return joined, [*optimizers, *companion.optimizers]

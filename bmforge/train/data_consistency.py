@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError
-from bmforge.parallel import ROW_AXES, counts_here, data_parallel_size, rows_agree
+from bmforge.parallel import ROW_AXES, counts_here, data_parallel_size, samples_agree
 
 __all__ = ["check_same_count", "check_same_rows", "sum_counts"]
 
@@ -103,7 +103,7 @@ def check_same_rows(micro_batches: Sequence[Batch], mesh: DeviceMesh | None) -> 
                 flat = torch.empty(value.numel(), dtype=value.dtype)
                 flat.copy_(value.detach().reshape(-1))
                 digest.update(flat.view(torch.uint8).numpy())
-    if not rows_agree(mesh, int.from_bytes(digest.digest(), "little") >> 1):
+    if not samples_agree(mesh, int.from_bytes(digest.digest(), "little") >> 1):
         raise ConfigError(
             "the processes of a tensor, context or pipeline parallel group must read the same "
             "samples, but they read different ones. Create the loader with "

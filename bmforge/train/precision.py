@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.parallel import is_half, master_weight_problems, offloaded_gradient, upcast_trained_
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import local_tensor
 
 __all__ = ["LossScaler", "check_precision", "ensure_master_weights_"]
@@ -122,7 +122,7 @@ def check_precision(model: nn.Module, precision: str) -> None:
         ConfigError: the model was parallelized with a different precision, or not parallelized at
             all.
     """
-    record = laid_out(model)
+    record = find_parallel_record(model)
     model_precision = None if record is None else record.precision
     if model_precision != precision and (model_precision is not None or precision != "fp32"):
         has = (
@@ -149,7 +149,7 @@ def ensure_master_weights_(model: nn.Module, precision: str, master_weights: boo
         ConfigError: a parameter cannot be upcast, because it is already sharded, or because
             there are frozen 16-bit parameters and the precision is fp32.
     """
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if not master_weights or (record is not None and not record.master_weights):
         return
     problems = master_weight_problems(model, precision)

@@ -61,7 +61,7 @@ def _read_word(path: str) -> str:
         return ""
 
 
-def _birth_of(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """Return the start time of a process on this machine; "" if it is dead or unknown."""
     state, *numbers = _read_word(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
     return "" if state in "XZ" else numbers[18]
@@ -74,7 +74,7 @@ def _this_process() -> _Holder:
         counted_in = ""
     machine = f"{platform.node()} {_read_word('/proc/sys/kernel/random/boot_id')} {counted_in}"
     since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    return _Holder(platform.node(), machine, os.getpid(), _birth_of(os.getpid()), since)
+    return _Holder(platform.node(), machine, os.getpid(), _process_start_time(os.getpid()), since)
 
 
 class RunLock:
@@ -178,7 +178,7 @@ class RunLock:
 
     def _lives(self, holder: _Holder, text: str, touched: int) -> bool:
         if holder.machine == self._me.machine and holder.born:
-            return _birth_of(holder.pid) == holder.born
+            return _process_start_time(holder.pid) == holder.born
         get_logger().warning(
             "%s is locked by %s; waiting %.0f s to see whether it is still running",
             *(self._directory, holder, _BEAT_S * _LOOKS),

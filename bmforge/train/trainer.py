@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.batch import Batch
 from bmforge.device import device_memory_bytes, peak_flops
-from bmforge.host_tuning import MemoryWatch, tuned_host
+from bmforge.host_tuning import MemoryWatch, tune_host
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.parallel import (
     LOSS_AXES,
@@ -164,12 +164,12 @@ class Trainer:
         reseed_rng(self.config.seed, self.step, self._stream)
         if self.run_dir is None:
             on_start()
-            with self._detector.watching(), tuned_host(self.device) as watch, StopRequest() as stop:
+            with self._detector.watching(), tune_host(self.device) as watch, StopRequest() as stop:
                 self._loop(last_step, stop, None, None, watch)
             return self
         with (
             self._detector.watching(),
-            tuned_host(self.device) as watch,
+            tune_host(self.device) as watch,
             hold_run_dir(self.run_dir) as check_hold,
             Checkpointer(
                 self.run_dir / "checkpoints",

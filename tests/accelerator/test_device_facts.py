@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge import device
-from bmforge.infer.engine.divide import DeviceRoom, divide_blocks
+from bmforge.infer.engine.divide import DeviceMemory, divide_blocks
 from bmforge.infer.engine.workspace import Workspace
 from bmforge.memory.copies import staging_bytes
 from bmforge.models import Llama, LlamaConfig
@@ -114,7 +114,7 @@ def test_plans_count_the_rounding_of_staging_memory(blocks_kept: int) -> None:
     work = Workspace(cache_bytes=0, step_bytes=0)
 
     def kept(budget: int) -> int:
-        room = DeviceRoom(CARD, 2**20)
+        room = DeviceMemory(CARD, 2**20)
         plan = divide_blocks(model, blocks, [room], budget, work).plan
         assert plan is not None
         assert len(plan.moving) == 4

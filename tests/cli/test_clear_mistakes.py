@@ -23,7 +23,7 @@ from bmforge.data.sources.encoding import decode
 from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.provenance import Provenance, ProvenanceSource, describe_provenance
 from bmforge.recipes.adapter_dirs import merged_model
-from bmforge.recipes.adapters import AdapterConfig, settle_adapter
+from bmforge.recipes.adapters import AdapterConfig, resolve_adapter
 from bmforge.recipes.pretrain import GPT2PretrainConfig
 from bmforge.recipes.run_dir import check_run_dir
 from bmforge.serve.errors import explain_types
@@ -191,8 +191,8 @@ def test_the_default_rank_is_compared(
         dataclasses.replace(plain, adapter=AdapterConfig(kind="lora", rank=rank))
         for rank in (before, now)
     )
-    save_toml(settle_adapter(first) if is_settled else first, tmp_path / "run.toml")
-    problem = check_run_dir(tmp_path, settle_adapter(second), frozenset())
+    save_toml(resolve_adapter(first) if is_settled else first, tmp_path / "run.toml")
+    problem = check_run_dir(tmp_path, resolve_adapter(second), frozenset())
     assert (problem is None) if message is None else (problem is not None and message in problem)
 
 

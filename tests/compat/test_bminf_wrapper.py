@@ -16,7 +16,7 @@ import bmforge.compat.bminf as bminf
 from bmforge.compat.bminf.wrap import find_blocks
 from bmforge.errors import ConfigError
 from bmforge.models import Llama, LlamaConfig
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.surgery import find_repeated_blocks
 from bmforge.testing import assert_close
 
@@ -32,7 +32,7 @@ def bytes_here(model: nn.Module) -> int:
     """What weights, buffers and slots take now, each storage once."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for module in model.modules():
-        record = laid_out(module)
+        record = find_parallel_record(module)
         for streamer in () if record is None else record.streamers:
             tensors += [slot.memory for slot in streamer._slots]
     stores = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -130,7 +130,7 @@ def test_one_limit_and_the_same_bits(make: Callable[[], Any]) -> None:
         assert bytes_here(model) <= limit + 64 * len(list(model.parameters()))
         for got, expected in zip(answer(model), want, strict=True):
             assert torch.equal(got, expected)
-        record = laid_out(model)
+        record = find_parallel_record(model)
         counts.append(sum(len(one.blocks) for one in record.streamers) if record else 0)
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > 0

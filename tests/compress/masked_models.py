@@ -11,9 +11,9 @@ import torch
 from tiny_models import build, make_inputs
 from torch import Tensor, nn
 
-from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.apply_plan import apply_plan_
 from bmforge.compress.prune.block_hooks import blend_part_
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
 from bmforge.nn import MoESpec
 from bmforge.nn.norm import RMSNorm
 from bmforge.surgery import persistent_tensors
@@ -79,7 +79,7 @@ def plan_of(model: Any, name: str, *kinds: str) -> PruningPlan:
     gone = ()
     if "blocks" in kinds:
         gone = tuple(n for n in layers if n.endswith(".1"))
-    kept_layers = {n: Kept(**o) for n, o in layers.items() if o and n not in gone}
+    kept_layers = {n: KeptIndices(**o) for n, o in layers.items() if o and n not in gone}
     return PruningPlan(kept_layers, gone, hidden)
 
 
@@ -87,7 +87,7 @@ def plan_of(model: Any, name: str, *kinds: str) -> PruningPlan:
 def silence_(model: Any, plan: PruningPlan) -> None:
     """Let what a plan loses add nothing, without changing any size."""
     for name, block in blocks_of(model).items():
-        kept = plan.layers.get(name, Kept())
+        kept = plan.layers.get(name, KeptIndices())
         if name in plan.gone:
             blend_part_(block, "block", pass_before)
         if not kept.attn:
@@ -107,7 +107,7 @@ def pass_before(before: Tensor, after: Tensor) -> Tensor:
     return before
 
 
-def silence_heads_(attn: Any, spec: Any, heads: Any, kept: Kept) -> None:
+def silence_heads_(attn: Any, spec: Any, heads: Any, kept: KeptIndices) -> None:
     each = spec.num_heads // spec.num_kv_heads
     heads = range(spec.num_heads) if heads is None else heads
     columns = torch.zeros(spec.num_heads, spec.head_dim)
@@ -127,7 +127,7 @@ def silence_heads_(attn: Any, spec: Any, heads: Any, kept: Kept) -> None:
                     rows[group, :, lost] = 0
 
 
-def silence_features_(block: Any, kept: Kept) -> None:
+def silence_features_(block: Any, kept: KeptIndices) -> None:
     if block.mlp is None or not kept.mlp:
         return
     spec = block.spec.mlp
@@ -160,7 +160,7 @@ def silence_hidden_(model: Any, hidden: Iterable[int]) -> None:
     width, kept = model.config.hidden_size, list(hidden)
     lost = [d for d in range(width) if d not in kept]
     small = copy.deepcopy(model)
-    carry_out_(small, PruningPlan(hidden=tuple(kept)))
+    apply_plan_(small, PruningPlan(hidden=tuple(kept)))
     shapes = {n: t.shape for n, t in persistent_tensors(small).items()}
     for name, tensor in persistent_tensors(model).items():
         for dim, (a, b) in enumerate(zip(tensor.shape, shapes[name], strict=True)):

@@ -12,9 +12,9 @@ from small_models import gpt2, llama, logits, texts
 from torch import Tensor
 
 from bmforge.compress.prune import StructureConfig, shrink_
-from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.apply_plan import apply_plan_
 from bmforge.compress.prune.compensate import reconstruct_
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.compress.prune.shrink import choose_structure
 from bmforge.errors import ConfigError
 from bmforge.models import T5, T5Config
@@ -22,7 +22,7 @@ from bmforge.surgery import persistent_tensors
 from bmforge.testing import assert_close, assert_equal_trees
 
 KEPT = tuple(range(16, 128))
-PLAN = PruningPlan({"layers.0": Kept(features=KEPT)})
+PLAN = PruningPlan({"layers.0": KeptIndices(features=KEPT)})
 
 
 def watch(model: Any, module: str, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -45,10 +45,10 @@ def test_constant_neurons_are_removed_exactly() -> None:
     batches = texts(2)
     want = logits(model, batches[0])
     plain = copy.deepcopy(model)
-    carry_out_(plain, PLAN)
+    apply_plan_(plain, PLAN)
     assert (logits(plain, batches[0]) - want).abs().max() > 1e-2
     reconstruct_(model, PLAN, batches)
-    carry_out_(model, PLAN)
+    apply_plan_(model, PLAN)
     assert_close(logits(model, batches[0]), want, rtol=1e-5, atol=1e-5)
 
 
@@ -60,7 +60,9 @@ def test_the_fit_is_that_of_least_squares(make: Any) -> None:
     x, y = watch(model, name, {"input_ids": ids})
     old = model.get_submodule(name).weight.detach().clone()
     stay = torch.arange(10, old.shape[1])
-    reconstruct_(model, PruningPlan({"layers.0": Kept(features=tuple(stay.tolist()))}), [ids])
+    reconstruct_(
+        model, PruningPlan({"layers.0": KeptIndices(features=tuple(stay.tolist()))}), [ids]
+    )
     layer = model.get_submodule(name)
     has_bias = layer.bias is not None
     x_kept = x[:, stay]
@@ -78,9 +80,14 @@ def test_the_fit_is_that_of_least_squares(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kept", [Kept(features=KEPT), Kept(heads=(0, 3)), Kept(heads=(1,), features=KEPT[:32])]
+    "kept",
+    [
+        KeptIndices(features=KEPT),
+        KeptIndices(heads=(0, 3)),
+        KeptIndices(heads=(1,), features=KEPT[:32]),
+    ],
 )
-def test_the_mean_output_is_kept(kept: Kept) -> None:
+def test_the_mean_output_is_kept(kept: KeptIndices) -> None:
     """Over the calibration tokens, padding left out, both halves have the mean output they had."""
     model, ids = gpt2(), texts(1, rows=3)[0]
     mask = torch.ones_like(ids)
@@ -96,7 +103,7 @@ def test_the_mean_output_is_kept(kept: Kept) -> None:
 
     before = means()
     reconstruct_(model, plan, [call])
-    carry_out_(model, plan)
+    apply_plan_(model, plan)
     assert_close(means(), before, rtol=1e-4, atol=1e-5)
 
 
@@ -131,9 +138,9 @@ def test_fitted_models_are_closer_to_the_full_one(
     plan = choose_structure(model, config, batches)
     full = copy.deepcopy(model)
     reference = copy.deepcopy(full)  # removed blocks are not compensated
-    carry_out_(reference, PruningPlan({}, plan.gone))
+    apply_plan_(reference, PruningPlan({}, plan.gone))
     dropped, fitted = copy.deepcopy(full), copy.deepcopy(full)
-    carry_out_(dropped, plan)
+    apply_plan_(dropped, plan)
     shrink_(fitted, config, batches)
     with torch.no_grad():
         want, plain, ours = (m(**other).logits.double() for m in (reference, dropped, fitted))

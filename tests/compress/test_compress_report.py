@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bmforge.compress import CompressReport
-from bmforge.compress.report import ModelSizes, PhaseFacts
+from bmforge.compress.report import ModelSizes, PhaseResults
 
 
 def test_the_page_shows_facts_for_people(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_the_page_shows_facts_for_people(tmp_path: Path) -> None:
         "shares": {"layers.0": 0.25},
     }
     before, after = ModelSizes(941_056, 3_764_224, 0), ModelSizes(677_888, 1_171_000, 0)
-    phase = PhaseFacts("structure", after, {"structure": facts})
+    phase = PhaseResults("structure", after, {"structure": facts})
     report = CompressReport("OPT", before, (phase,))
     page = report.save(tmp_path).read_text("utf-8")
     rows = page.replace("<tr>", "\n<tr>").splitlines()

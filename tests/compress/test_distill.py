@@ -161,17 +161,17 @@ def capture_mix(model: Any, batch: Any) -> list[Any]:
     """What every attention was given."""
     found = []
     for block in model.layers.values():
-        own = block.attn.mix
+        own = block.attn.attention_fn
 
         def note(*given: Any, own: Any = own) -> Tensor:
             found.append(given)
             return own(*given)
 
-        block.attn.mix = note
+        block.attn.attention_fn = note
     model(**batch)
     for block in model.layers.values():
-        del block.attn.mix
-        block.attn.mix = own
+        del block.attn.attention_fn
+        block.attn.attention_fn = own
     return found
 
 

@@ -17,9 +17,9 @@ from bmforge.compress.prune.costs import count_costs
 from bmforge.compress.prune.gates import (
     Gates,
     attach_gates_,
-    densities,
     detach_gates_,
     find_gates,
+    gate_probabilities,
 )
 from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.plan import blocks_of
@@ -137,7 +137,7 @@ def test_adapters_of_a_gated_model_are_gated(name: str) -> None:
 @torch.no_grad()
 def test_decoding_with_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The kernel for an addition and a norm leaves out no gate: as without a KV cache."""
-    monkeypatch.setattr("bmforge.nn.block.takes_device_kernels", lambda *tensors: True)
+    monkeypatch.setattr("bmforge.nn.block.can_use_device_kernels", lambda *tensors: True)
     model, ids = stir("llama", torch.float32), make_inputs("llama")["input_ids"]
     for is_gated in (False, True):
         if is_gated:
@@ -326,7 +326,7 @@ def test_gates_reach_their_target(options: dict[str, Any]) -> None:
     method.attach_(model)
     train(model, method, "llama", 121)
     assert method.missed < 5e-5
-    likely = densities(method.gates)
+    likely = gate_probabilities(method.gates)
     if config.target == "sizes":
         for (_, kind), value in likely.items():
             want = {"features": 16, "heads": 1, "dims": 4}[kind]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bmforge.compress.prune.masks import (
-    both_ways_patterns,
     cubic_share,
     keep_2_of_4,
     keep_2_of_4_both_ways,
     keep_largest,
+    transposable_patterns,
 )
 from bmforge.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_both_ways_against_a_second_implementation() -> None:
 
 def test_there_are_ninety_masks() -> None:
     """As many as matrices of 0 and 1 with two in every row and column: 90 (OEIS A001499)."""
-    patterns = both_ways_patterns()
+    patterns = transposable_patterns()
     assert len(patterns) == len(set(patterns)) == 90
     for order in permutations(range(4)):
         turned = {tuple(p[4 * i + j] for i in order for j in range(4)) for p in patterns}

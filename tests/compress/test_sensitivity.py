@@ -14,7 +14,7 @@ from small_models import gpt2, hf_bert, llama, logits, mixtral, texts
 from bmforge.compress.matrices import find_matrices
 from bmforge.compress.quantize import QuantizeConfig, quantize
 from bmforge.compress.rounding import round_matrix
-from bmforge.compress.sensitivity import Sensitivity, measure_sensitivity, spend_bits
+from bmforge.compress.sensitivity import Sensitivity, allocate_bits, measure_sensitivity
 from bmforge.errors import ConfigError
 from bmforge.models import AutoModel
 from bmforge.nn.packing import PRESETS
@@ -69,7 +69,7 @@ def test_a_budget_is_spent_where_it_helps(average: float) -> None:
     for number, harm in enumerate(torch.rand(8, generator=generator).tolist()):
         found.append(Sensitivity(str(number), "int4", harm, 64, 4.5))
         found.append(Sensitivity(str(number), "int8", harm / 10, 64, 8.5))
-    chosen = spend_bits(found, average)
+    chosen = allocate_bits(found, average)
     by = {(one.name, one.scheme): one for one in found}
     got = [by[name, scheme] for name, scheme in chosen.items()]
     assert sum(one.bits for one in got) / 8 <= average

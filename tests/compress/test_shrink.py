@@ -11,7 +11,7 @@ import torch
 from masked_models import KINDS, has_kind, mostly_long, plan_of, run, silence_, stir
 from tiny_models import TINY, build, make_inputs
 
-from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.apply_plan import apply_plan_
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
@@ -32,7 +32,7 @@ def test_shrunk_is_the_masked_model(name: str, kind: str) -> None:
     whole = stir(name)
     small = copy.deepcopy(whole)
     plan = plan_of(whole, name, *kinds)
-    shrunk = carry_out_(small, plan)
+    shrunk = apply_plan_(small, plan)
     assert shrunk.parameters_after < shrunk.parameters_before
     assert shrunk.parameters_after == sum(t.numel() for t in persistent_tensors(small).values())
     silence_(whole, plan)
@@ -44,7 +44,7 @@ def test_shrunk_saves_and_opens(name: str, tmp_path: Path) -> None:
     """By AutoModel, with the same bits, and with everything lost that the family can lose."""
     model = stir(name, torch.float32)
     kinds = [kind for kind in KINDS if has_kind(name, kind)]
-    carry_out_(model, plan_of(model, name, *kinds))
+    apply_plan_(model, plan_of(model, name, *kinds))
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
     assert again.config.changes == model.config.changes
@@ -61,7 +61,7 @@ def test_a_shrunk_model_trains(name: str) -> None:
     whole = stir(name)
     small = copy.deepcopy(whole)
     plan = plan_of(whole, name, "heads", "features", "halves")
-    carry_out_(small, plan)
+    apply_plan_(small, plan)
     silence_(whole, plan)
     inputs = make_inputs(name)
     inputs |= make_labels(whole, inputs)

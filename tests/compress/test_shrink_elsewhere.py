@@ -11,8 +11,8 @@ import transformers
 from masked_models import mostly_long, stir
 from tiny_models import make_inputs
 
-from bmforge.compress.prune.apply_plan import carry_out_
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
+from bmforge.compress.prune.apply_plan import apply_plan_
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import ConfigError
@@ -93,10 +93,14 @@ def test_differing_layers_are_refused(name: str, what: str, tmp_path: Path) -> N
     """Layers of other sizes, and such that lack a half, which would be drawn at random."""
     model = stir(name, torch.float32)
     first = next(iter(blocks_of(model)))
-    kept = {"attn": Kept(attn=False), "mlp": Kept(mlp=False), "sizes": Kept(heads=(2, 3))}[what]
+    kept = {
+        "attn": KeptIndices(attn=False),
+        "mlp": KeptIndices(mlp=False),
+        "sizes": KeptIndices(heads=(2, 3)),
+    }[what]
     if what == "sizes" and name == "t5":
-        kept = Kept(features=(1, 2))
-    shrunk = carry_out_(model, PruningPlan({first: kept}))
+        kept = KeptIndices(features=(1, 2))
+    shrunk = apply_plan_(model, PruningPlan({first: kept}))
     assert not shrunk.opens_elsewhere
     model.save_pretrained(tmp_path)
     with pytest.raises(OSError, match="no file named"):

@@ -12,7 +12,7 @@ from tiny_models import TINY, make_inputs
 
 from bmforge.compress.moefy import ExpertsMethod, MoEfyConfig
 from bmforge.compress.prune import StructureConfig, StructureMethod
-from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.apply_plan import apply_plan_
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, generate
 from bmforge.models import AutoModel
@@ -36,7 +36,7 @@ def make(name: str, kind: str) -> Any:
         config = MoEfyConfig(num_experts=4, share=0.5, always=8, epochs=1)
         ExpertsMethod(config, [inputs]).attach_(model)
     else:
-        carry_out_(model, plan_of(model, name, "heads", "features", "halves", "hidden"))
+        apply_plan_(model, plan_of(model, name, "heads", "features", "halves", "hidden"))
     return model
 
 

@@ -11,7 +11,7 @@ from tiny_models import TINY, build, family_of, make_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from bmforge.compress.prune.apply_plan import carry_out_
+from bmforge.compress.prune.apply_plan import apply_plan_
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.errors import DistributedError
@@ -55,7 +55,7 @@ def check(name: str, config: Any, layout: str) -> None:
 def test_shrunk_models(name: str, layout: str) -> None:
     """Heads, features, halves, hidden features, uneven over the layers."""
     model = build(name)
-    carry_out_(model, plan_of(model, name, "heads", "features", "halves", "hidden"))
+    apply_plan_(model, plan_of(model, name, "heads", "features", "halves", "hidden"))
     check(name, model.config, layout)
 
 

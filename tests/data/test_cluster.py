@@ -13,7 +13,7 @@ import pytest
 from prepare_cases import written
 
 from bmforge.data import Document, PrepareConfig, prepare, python_topics
-from bmforge.data.clean.filter_step import JudgeByRules
+from bmforge.data.clean.filter_step import RuleFilter
 from bmforge.data.cluster import ClusterConfig, _Job, make_filter, make_step, run_on_cluster
 from bmforge.errors import ConfigError
 
@@ -108,7 +108,7 @@ def test_our_rules_are_steps_of_datatrove() -> None:
     documents = list(python_topics())
     given = [Theirs(one.text, one.id) for one in documents]
     found = list(make_filter("english")(given))
-    judge = JudgeByRules("english")
+    judge = RuleFilter("english")
     judged = [(one.id, judge(one)) for one in documents]
     kept = {id: one.text for id, one in judged if isinstance(one, Document)}
     assert {one.id: one.text for one in found} == kept

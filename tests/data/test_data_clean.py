@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmforge.data import CleanCount, Document, drop_duplicates, normalise
-from bmforge.data.clean.normalize import normalise_documents
+from bmforge.data import CleanCount, Document, drop_duplicates, normalize_text
+from bmforge.data.clean.normalize import normalize_documents
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from bmforge.data.clean.normalize import normalise_documents
     ],
 )
 def test_normalise(raw: str, clean: str) -> None:
-    assert normalise(raw) == clean
+    assert normalize_text(raw) == clean
 
 
 @given(st.text(alphabet=st.sampled_from("ab \t\n\r\x0b\x0c\x85\u2029\u00a0e\u0301\ufeff\x01")))
 def test_normalise_twice_is_once(text: str) -> None:
-    once = normalise(text)
-    assert normalise(once) == once
+    once = normalize_text(text)
+    assert normalize_text(once) == once
     assert unicodedata.is_normalized("NFC", once)
     assert not any(unicodedata.category(c) == "Cc" and c not in "\n\t" for c in once)
 
@@ -40,6 +40,6 @@ def test_drop_duplicates() -> None:
     texts = ["a", "b\r\n", "a ", "", "b", "c", "\n"]
     count = CleanCount()
     documents = (Document(text, "x", str(i)) for i, text in enumerate(texts))
-    kept = list(drop_duplicates(normalise_documents(documents, count), count))
+    kept = list(drop_duplicates(normalize_documents(documents, count), count))
     assert [(d.text, d.place) for d in kept] == [("a", "0"), ("b", "1"), ("c", "5")]
     assert (count.duplicates, count.empty) == (2, 2)

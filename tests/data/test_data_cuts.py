@@ -14,7 +14,7 @@ import pytest
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.prepare.shards import plan_shards
-from bmforge.data.sources.cuts import find_parts, how_to_cut
+from bmforge.data.sources.cuts import find_parts, split_kind
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import read_records
 from bmforge.data.sources.record import ReadOptions
@@ -112,7 +112,7 @@ def test_what_cannot_be_cut_is_whole(tmp_path: Path) -> None:
     ):
         path = tmp_path / name
         path.write_bytes(data)
-        how = how_to_cut(path)
+        how = split_kind(path)
         assert how != "packed" or find_parts(path, how, 1000).at == ()
         (shard,) = plan_shards([path], 1000).shards
         assert [piece.end for piece in shard.ranges] == [-1]

@@ -214,7 +214,7 @@ def test_a_worker_loads_a_tokenizer_once(
     prepare(corpus, tmp_path / "out", PrepareConfig(vocab_size=300, keep_stages=True))
     stages_folder = tmp_path / "out" / "preparing.tmp" / "stages"
     tokenizer = stages_folder / "tokenizer"
-    chosen = encode.Chosen(
+    chosen = encode.DocumentSplit(
         stages_folder / "documents",
         (len(read_digests(stages_folder / "documents", 0)),),
         stages_folder / "duplicates" / "kept",

@@ -16,7 +16,7 @@ from prepare_cases import written
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.prepare.shards import FileRange, plan_shards
-from bmforge.data.sources.cuts import how_to_cut
+from bmforge.data.sources.cuts import split_kind
 from bmforge.data.sources.files import read_records
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
@@ -114,7 +114,7 @@ def test_parts_are_the_whole(tmp_path: Path, kind: str, shard_bytes: int) -> Non
         pytest.importorskip("fastwarc", reason="needs the extra data")
     path = tmp_path / f"a.{kind}"
     path.write_bytes(make(kind))
-    assert how_to_cut(path) == "members"
+    assert split_kind(path) == "members"
     one, whole = entries(path, 1 << 30)
     shards, found = entries(path, shard_bytes)
     assert one == 1

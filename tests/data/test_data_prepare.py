@@ -13,7 +13,7 @@ from bmforge.data import (
     PrepareConfig,
     TokenStore,
     load_tokenizer,
-    normalise,
+    normalize_text,
     prepare,
     python_topics,
     train_bpe,
@@ -72,7 +72,7 @@ def test_end_to_end_rerun_and_conflict(tmp_path: Path, inputs: Path) -> None:
         if prefix == report.train_prefix:  # the tokenizer saw the training split alone
             retrained = train_bpe(texts, report.config.vocab_size)
             assert retrained.get_vocab() == tokenizer.get_vocab()
-    assert_whole(found, [normalise(d.text) for d in list(python_topics())[:11]])
+    assert_whole(found, [normalize_text(d.text) for d in list(python_topics())[:11]])
     before = all_bytes(out)
     assert sorted(before) == [
         "dropped.jsonl", "prepared.toml", "tokenizer/tokenizer.json",
@@ -131,7 +131,7 @@ def test_few_documents_are_held_out_by_bytes(tmp_path: Path, count: int) -> None
     """Of few files one is cut: together they are what they were, and about a tenth is held out."""
     folder = tmp_path / "in"
     folder.mkdir()
-    texts = [normalise(d.text) for d in python_topics() if len(d.text) > 3000][:count]
+    texts = [normalize_text(d.text) for d in python_topics() if len(d.text) > 3000][:count]
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     config = PrepareConfig(vocab_size=300, validation_fraction=0.1)

@@ -11,7 +11,7 @@ import pytest
 
 from bmforge.data import PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.filter_step import JudgeByRules
+from bmforge.data.clean.filter_step import RuleFilter
 from bmforge.data.clean.rules.gopher import GOPHER_QUALITY
 from bmforge.data.prepare.funnel import Amount
 from bmforge.data.prepare.steps import choose_steps
@@ -48,7 +48,7 @@ def test_rules_drop_what_they_drop_alone(corpus: Path, tmp_path: Path) -> None:
     """Against the rules as a function of one document."""
     config = replace(CONFIG, rules="english")
     report = prepare(corpus, tmp_path, config)
-    judge, expected, kept = JudgeByRules("english"), Counter({"empty": 1}), 0
+    judge, expected, kept = RuleFilter("english"), Counter({"empty": 1}), 0
     for line in (corpus / "texts.jsonl").open():
         text = json.loads(line)["text"].strip()
         found = judge(Document(text, "x")) if text else None

@@ -13,7 +13,7 @@ import pytest
 
 from bmforge.data import DocumentStage, PrepareConfig, prepare, show_preparation
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.normalize import normalise
+from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.prepare import journal as journal_module
 from bmforge.data.prepare.documents import read_shard
 from bmforge.data.prepare.funnel import Amount
@@ -54,7 +54,7 @@ def dropped(out: Path) -> list[dict[str, Any]]:
 
 
 def test_repair_comes_before_marks_are_dropped(tmp_path: Path) -> None:
-    """Latin-1 makes controls of UTF-8, which `normalise` would take away."""
+    """Latin-1 makes controls of UTF-8, which `normalize_text` would take away."""
     ftfy = pytest.importorskip("ftfy")
     sound = [NEWS, FRENCH, GERMAN, CHINESE, POEM]
     wrong = [text.encode().decode("latin-1") for text in sound]
@@ -71,7 +71,7 @@ def test_repair_comes_before_marks_are_dropped(tmp_path: Path) -> None:
     without = tmp_path / "without"
     prepare(tmp_path / "in", without, CONFIG)
     lost = [document.text for document in left(without)]
-    assert lost == [normalise(text) for text in wrong] != sound
+    assert lost == [normalize_text(text) for text in wrong] != sound
 
 
 def test_chinese_is_converted_and_japanese_is_not(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from bmforge.data import (
 )
 from bmforge.data.prepare.record import read_record
 from bmforge.data.store.columns import NAMED, columns_path, read_columns
-from bmforge.data.store.lazy import JoinedArray, PickedArray
+from bmforge.data.store.lazy import ConcatenatedArray, GatheredArray
 from bmforge.errors import ConfigError, DataError
 
 CONFIG = PrepareConfig(vocab_size=300, validation_fraction=0.2, shard_bytes=900)
@@ -38,7 +38,7 @@ CONFIG = PrepareConfig(vocab_size=300, validation_fraction=0.2, shard_bytes=900)
 @settings(max_examples=60, deadline=None)
 def test_joined_arrays_read_as_one(parts: list[list[int]], data: st.DataObject) -> None:
     plain = np.concatenate([np.array(part, dtype=np.int64) for part in parts])
-    joined = JoinedArray([np.array(part, dtype=np.uint16) for part in parts], np.int64)
+    joined = ConcatenatedArray([np.array(part, dtype=np.uint16) for part in parts], np.int64)
     assert len(joined) == len(plain)
     assert np.array_equal(np.asarray(joined), plain)
     low, high = (data.draw(st.integers(-9, 30)) for _ in range(2))
@@ -52,7 +52,7 @@ def test_joined_arrays_read_as_one(parts: list[list[int]], data: st.DataObject) 
         edges = sorted(data.draw(st.sets(st.integers(0, len(plain)), min_size=2)) | {0})
         spans = np.array(list(pairwise(edges))[::2], dtype=np.int64)
         chosen = np.concatenate([plain[a:b] for a, b in spans])
-        picked = PickedArray(joined, spans)
+        picked = GatheredArray(joined, spans)
         assert np.array_equal(np.asarray(picked), chosen)
         assert np.array_equal(picked[low:high], chosen[low:high])
         if len(chosen):

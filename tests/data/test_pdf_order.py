@@ -8,17 +8,17 @@ import pytest
 
 from bmforge.data.sources.files import read_documents
 from bmforge.data.sources.pdf import join_pages
-from bmforge.data.sources.pdf_order import PlacedLine, order_lines
+from bmforge.data.sources.pdf_order import LineBox, order_lines
 
 
-def two_columns() -> list[PlacedLine]:
+def two_columns() -> list[LineBox]:
     """Return a head, two columns of ten lines and a page number, as they are read."""
-    lines = [PlacedLine("head", 200, 780, 260, 790)]
+    lines = [LineBox("head", 200, 780, 260, 790)]
     for column in range(2):
         for row in range(10):
             left, top = 50 + 250 * column, 750 - 20 * row
-            lines.append(PlacedLine(f"{column} {row}", left, top - 12, left + 180 + row, top))
-    return [*lines, PlacedLine("7", 290, 30, 296, 40)]
+            lines.append(LineBox(f"{column} {row}", left, top - 12, left + 180 + row, top))
+    return [*lines, LineBox("7", 290, 30, 296, 40)]
 
 
 def test_shuffled_lines_go_by_their_places() -> None:

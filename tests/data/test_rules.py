@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.filter_step import JudgeByRules, clean_documents, explain
+from bmforge.data.clean.filter_step import RuleFilter, clean_documents, explain
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet, check_text
 from bmforge.data.clean.rules import RULE_SETS, RULES
 from bmforge.data.clean.rules.chinese import tell_form
@@ -124,7 +124,7 @@ def test_c4_keeps_lines_that_are_sentences():
             "Ok.",
         ]
     )
-    kept = JudgeByRules("none", (RULE_SETS["c4"],))(Document(page, "page"))
+    kept = RuleFilter("none", (RULE_SETS["c4"],))(Document(page, "page"))
     assert isinstance(kept, Document)
     assert kept.text == f"{LINE}\n{NEWS}"
     assert kept.id == Document(page, "page").id
@@ -166,7 +166,7 @@ def test_verse_and_lists_have_bounds_of_their_own():
 
 def test_mixed_rules_go_by_language():
     pytest.importorskip("rjieba")
-    judge = JudgeByRules("mixed")
+    judge = RuleFilter("mixed")
     short = Document("短", "f"), Document("short", "f"), Document("court", "f", language="fr")
     verdicts = [judge(document) for document in short]
     assert [getattr(one, "rule", "kept") for one in verdicts] == [
@@ -184,7 +184,7 @@ def test_mixed_rules_go_by_language():
 def test_rules_go_by_the_language_of_a_longer_tag(tag, rule):
     """As RFC 5646 divides tags; "zha" is Zhuang."""
     pytest.importorskip("rjieba")
-    verdict = JudgeByRules("mixed")(Document("短", "f", language=tag))
+    verdict = RuleFilter("mixed")(Document("短", "f", language=tag))
     assert getattr(verdict, "rule", "kept") == rule
 
 
@@ -201,7 +201,7 @@ def test_explain_shows_every_rule_beside_its_bound():
 
 def test_a_rule_of_the_users_own():
     quiet = Rule("shouts", lambda text: text.text.count("!"), Bounds(high=2))
-    judge = JudgeByRules("none", (RuleSet("mine", 3, (quiet,)),))
+    judge = RuleFilter("none", (RuleSet("mine", 3, (quiet,)),))
     assert "mine=3" in judge.version
     kept, dropped = clean_documents([Document("a!", "f"), Document("b!!!", "f")], [judge])
     assert kept == Document("a!", "f")
@@ -210,7 +210,7 @@ def test_a_rule_of_the_users_own():
 
 def test_unknown_rules_name_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'english'"):
-        JudgeByRules("englisch")
+        RuleFilter("englisch")
 
 
 def test_no_number_breaks_every_bound():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.lists import ListedHosts, ListedWords
+from bmforge.data.clean.lists import HostBlocklist, WordBlocklist
 from bmforge.data.clean.scores import (
     LinearScorer,
     ScoreText,
@@ -84,16 +84,16 @@ def test_any_score_is_noted_and_bounded():
 
 def test_listed_words_are_whole_words_or_chinese():
     pytest.importorskip("ahocorasick_rs")
-    step = ListedWords(("Ass", "赌场"), most_per_line=0)
+    step = WordBlocklist(("Ass", "赌场"), most_per_line=0)
     for text in ("a classic assessment", "下赌注的场所"):
         assert isinstance(step(Document(text, "f")), Document)
     assert step(Document("An ASS, they said", "f")) == Drop("listed_words", 1, 0, "ass, they said")
     assert step(Document("线上赌场网", "f")).excerpt == "赌场网"
-    half = ListedWords(("bad",))
+    half = WordBlocklist(("bad",))
     assert isinstance(half(Document("bad\ngood", "f")), Document)
     assert half(Document("bad bad\ngood", "f")).value == 1.0
     with pytest.raises(ConfigError, match="empty"):
-        ListedWords(("",))
+        WordBlocklist(("",))
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ def test_listed_words_are_whole_words_or_chinese():
     ],
 )
 def test_hosts_and_those_below_them(url, kept):
-    result = ListedHosts(("Bad.org",))(Document("text", "f", url=url))
+    result = HostBlocklist(("Bad.org",))(Document("text", "f", url=url))
     assert isinstance(result, Document) == kept

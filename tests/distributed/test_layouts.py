@@ -12,7 +12,7 @@ from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
 from bmforge.models.rules import LayoutRules
 from bmforge.parallel import Layout, build_mesh, init_distributed, parallelize, run_step
 from bmforge.parallel.planner.dry_run import dry_run
-from bmforge.records import laid_out, units_of
+from bmforge.records import find_parallel_record, units_of
 from bmforge.shards import local_tensor
 from bmforge.surgery import wrappers_of
 from bmforge.testing import assert_close, assert_equal_trees, run_distributed
@@ -215,7 +215,7 @@ def test_a_model_without_rules_is_refused(axis):
 
 def list_units():
     model = parallelize(tiny("llama"), Layout(pp=2, pp_cut=(1, 2)), recompute=True)
-    assert laid_out(model).layout.pp == 2
+    assert find_parallel_record(model).layout.pp == 2
     return [
         (unit.name, unit.stage, dict(wrappers_of(unit.module)).keys() == {"recompute"})
         for unit in units_of(model)

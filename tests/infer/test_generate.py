@@ -110,7 +110,7 @@ def is_dynamic(twin: Twin) -> bool:
 
     transformers then takes the longest row's for all rows of a batch; here each row has its own.
     """
-    return "dynamic" in str(getattr(twin.ours.config, "rope_scaling", None))
+    return "dynamic" in str(getattr(twin.model.config, "rope_scaling", None))
 
 
 def plain_cache(twin: Twin) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def check_against_transformers(twin: Twin, options: dict[str, Any], seed: int) -
     """Generate with both models from the same prompts and the same state of the generator."""
     ids, mask = make_prompts(seed, padded=seed % 2 == 1 and not is_dynamic(twin))
     torch.manual_seed(seed)
-    theirs = twin.theirs.generate(
+    theirs = twin.reference.generate(
         ids, attention_mask=mask, max_new_tokens=12, **options, **plain_cache(twin)
     )
     torch.manual_seed(seed)
-    ours = generate(twin.ours, ids, mask, max_new_tokens=12, **options)
+    ours = generate(twin.model, ids, mask, max_new_tokens=12, **options)
     assert torch.equal(ours, theirs), f"seed {seed}"
 
 
@@ -150,7 +150,7 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
     """Scores of all returned rows are transformers', in its order."""
     options = {**OPTIONS[name], "num_return_sequences": OPTIONS[name]["num_beams"]}
     ids, mask = make_prompts(1, padded=not is_dynamic(twin))
-    theirs = twin.theirs.generate(
+    theirs = twin.reference.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=12,
@@ -159,11 +159,11 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
         **options,
         **plain_cache(twin),
     )
-    eos = twin.ours.config.raw["eos_token_id"]
+    eos = twin.model.config.raw["eos_token_id"]
     eos = tuple(eos) if isinstance(eos, list) else eos
     config = GenerationConfig(max_new_tokens=12, **{**options, "eos_token_id": eos})
     with torch.no_grad():
-        decoder = Decoder(twin.ours, mask, 18)
+        decoder = Decoder(twin.model, mask, 18)
         rows, scores = beam_search(decoder, ids, mask.argmax(1), config)
     assert torch.equal(rows, theirs.sequences)
     torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5)
@@ -173,7 +173,7 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
 def test_end_token_given_or_switched_off(twin: Twin) -> None:
     """End tokens given replace the model's; () means none."""
     ids, mask = make_prompts(0, padded=False)
-    theirs = twin.theirs.generate(
+    theirs = twin.reference.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=12,
@@ -181,24 +181,24 @@ def test_end_token_given_or_switched_off(twin: Twin) -> None:
         pad_token_id=2,
         **plain_cache(twin),
     )
-    ours = generate(twin.ours, ids, mask, max_new_tokens=12, eos_token_id=(5, 9), pad_token_id=2)
+    ours = generate(twin.model, ids, mask, max_new_tokens=12, eos_token_id=(5, 9), pad_token_id=2)
     assert torch.equal(ours, theirs)
-    assert generate(twin.ours, ids, mask, max_new_tokens=12, eos_token_id=()).shape == (3, 18)
+    assert generate(twin.model, ids, mask, max_new_tokens=12, eos_token_id=()).shape == (3, 18)
 
 
 def test_padding_is_found_by_its_token(twin: Twin) -> None:
     """Without a mask, `pad_token_id` marks the padding."""
     ids, mask = make_prompts(1, padded=True)
-    expected = generate(twin.ours, ids, mask, max_new_tokens=8, pad_token_id=0)
-    assert torch.equal(generate(twin.ours, ids, max_new_tokens=8, pad_token_id=0), expected)
+    expected = generate(twin.model, ids, mask, max_new_tokens=8, pad_token_id=0)
+    assert torch.equal(generate(twin.model, ids, max_new_tokens=8, pad_token_id=0), expected)
 
 
 def test_padding_changes_nothing(twin: Twin) -> None:
     """A prompt gives the same tokens alone and padded among others."""
     ids, mask = make_prompts(3, padded=True)
-    both = generate(twin.ours, ids, mask, max_new_tokens=4, eos_token_id=())
+    both = generate(twin.model, ids, mask, max_new_tokens=4, eos_token_id=())
     for row, first in enumerate(mask.argmax(1).tolist()):
-        alone = generate(twin.ours, ids[row : row + 1, first:], max_new_tokens=4, eos_token_id=())
+        alone = generate(twin.model, ids[row : row + 1, first:], max_new_tokens=4, eos_token_id=())
         assert torch.equal(alone[0], both[row, first:])
 
 
@@ -316,10 +316,10 @@ def test_bad_prompts(model: GPT2, ids: Tensor, mask: Tensor | None, message: str
 def test_saved_and_opened_model_stops_at_its_end_token(tmp_path: Path) -> None:
     """The end token of config.json is used when none is given."""
     twin = make_twin(*FAMILIES["gpt2"], tmp_path / "a")
-    twin.ours.save_pretrained(tmp_path / "b")
+    twin.model.save_pretrained(tmp_path / "b")
     again = GPT2.from_pretrained(tmp_path / "b")
     ids, mask = make_prompts(0, padded=False)
-    theirs = twin.theirs.generate(ids, attention_mask=mask, max_new_tokens=30)
+    theirs = twin.reference.generate(ids, attention_mask=mask, max_new_tokens=30)
     assert torch.equal(generate(again, ids, max_new_tokens=30, pad_token_id=0), theirs)
 
 

@@ -104,9 +104,11 @@ def test_equals_transformers(twin: Twin, name: str, side: str) -> None:
     for seed in range(2):
         ids, mask = make_sources(seed, side)
         torch.manual_seed(seed)
-        theirs = twin.theirs.generate(ids, attention_mask=mask, max_new_tokens=12, **OPTIONS[name])
+        theirs = twin.reference.generate(
+            ids, attention_mask=mask, max_new_tokens=12, **OPTIONS[name]
+        )
         torch.manual_seed(seed)
-        ours = generate(twin.ours, ids, mask, max_new_tokens=12, **OPTIONS[name])
+        ours = generate(twin.model, ids, mask, max_new_tokens=12, **OPTIONS[name])
         assert torch.equal(ours, theirs), f"seed {seed}"
 
 
@@ -114,7 +116,7 @@ def test_targets_are_worth_comparing(twin: Twin) -> None:
     """Different sources give different targets, some of which end."""
     targets = []
     for seed in range(4):
-        targets += generate(twin.ours, *make_sources(seed, ""), max_new_tokens=12).tolist()
+        targets += generate(twin.model, *make_sources(seed, ""), max_new_tokens=12).tolist()
     assert len({tuple(target) for target in targets}) >= 4
     assert any(3 in target for target in targets)
 
@@ -124,7 +126,7 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
     """Scores of all returned rows are transformers', in its order."""
     options = {**OPTIONS[name], "num_return_sequences": OPTIONS[name]["num_beams"]}
     ids, mask = make_sources(1, "right")
-    theirs = twin.theirs.generate(
+    theirs = twin.reference.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=12,
@@ -134,7 +136,7 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
     )
     config = GenerationConfig(max_new_tokens=12, eos_token_id=3, pad_token_id=0, **options)
     with torch.no_grad():
-        decoder, start = start_decoder(twin.ours, ids, mask, 12)
+        decoder, start = start_decoder(twin.model, ids, mask, 12)
         rows, scores = beam_search(decoder, start, torch.zeros_like(start[:, 0]), config)
     assert torch.equal(rows, theirs.sequences)
     torch.testing.assert_close(scores, theirs.sequences_scores, rtol=1e-5, atol=1e-5)
@@ -143,16 +145,16 @@ def test_beam_scores_equal_transformers(twin: Twin, name: str) -> None:
 def test_padding_is_found_by_its_token(twin: Twin) -> None:
     """Without a mask, the config's padding token marks the source's padding."""
     ids, mask = make_sources(1, "right")
-    want = generate(twin.ours, ids, mask, max_new_tokens=8)
-    assert torch.equal(generate(twin.ours, ids, max_new_tokens=8), want)
+    want = generate(twin.model, ids, mask, max_new_tokens=8)
+    assert torch.equal(generate(twin.model, ids, max_new_tokens=8), want)
 
 
 def test_padding_changes_nothing(twin: Twin) -> None:
     """A source gives the same tokens alone and padded among others."""
     ids, mask = make_sources(3, "right")
-    both = generate(twin.ours, ids, mask, max_new_tokens=6, eos_token_id=())
+    both = generate(twin.model, ids, mask, max_new_tokens=6, eos_token_id=())
     for row, length in enumerate(mask.sum(1).tolist()):
-        alone = generate(twin.ours, ids[row : row + 1, :length], max_new_tokens=6, eos_token_id=())
+        alone = generate(twin.model, ids[row : row + 1, :length], max_new_tokens=6, eos_token_id=())
         assert torch.equal(alone[0], both[row])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bmforge.errors import CheckpointError
 from bmforge.memory import direct_read
-from bmforge.memory.direct_read import DirectReads
+from bmforge.memory.direct_read import DirectReader
 from bmforge.models.formats.hf_format import WeightFiles
 from bmforge.models.formats.safe_file import run_reads, write_file
 
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def read(reads: DirectReads, path: Path, start: int, size: int) -> bytes:
+def read(reads: DirectReader, path: Path, start: int, size: int) -> bytes:
     found = bytearray(size)
     descriptor = reads.open(path)
     try:
@@ -35,7 +35,7 @@ def read(reads: DirectReads, path: Path, start: int, size: int) -> bytes:
     return bytes(found)
 
 
-def check_places(reads: DirectReads, path: Path) -> None:
+def check_places(reads: DirectReader, path: Path) -> None:
     """Places and sizes around pages, buffers and the end of the file."""
     whole, draw = path.read_bytes(), random.Random(1)
     edges = [0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, len(whole) - 1, len(whole)]
@@ -46,12 +46,12 @@ def check_places(reads: DirectReads, path: Path) -> None:
 
 
 def test_any_place(file: Path) -> None:
-    check_places(DirectReads(), file)
+    check_places(DirectReader(), file)
 
 
 def test_many_threads(file: Path) -> None:
     """One reader for all of them."""
-    reads, problems = DirectReads(), []
+    reads, problems = DirectReader(), []
 
     def work() -> None:
         try:
@@ -94,7 +94,7 @@ def refusing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no direct reads on this system")
 def test_where_it_is_refused(file: Path, refusing: list) -> None:
     """Files are read as usual then."""
-    check_places(DirectReads(), file)
+    check_places(DirectReader(), file)
     assert refused_in(refusing)
 
 
@@ -127,14 +127,14 @@ def test_the_cache_stays_empty(file: Path) -> None:
     if cached_bytes(file):
         pytest.skip("the cache cannot be emptied here")
     size = file.stat().st_size
-    read(DirectReads(), file, 0, size)
+    read(DirectReader(), file, 0, size)
     assert cached_bytes(file) < size // 10
     file.read_bytes()
     assert cached_bytes(file) >= size
 
 
 def test_files_that_end_early_or_are_gone(file: Path) -> None:
-    reads = DirectReads()
+    reads = DirectReader()
     with pytest.raises(OSError, match="ends at byte 3000001, 9 bytes early"):
         read(reads, file, 3_000_000, 10)
     with pytest.raises(FileNotFoundError):
@@ -145,7 +145,7 @@ def test_weights(tmp_path: Path) -> None:
     """Tensors of a checkpoint, in another dtype and turned, as without direct reads."""
     tensors = {"a": torch.randn(700, 900), "b": torch.randn(3), "c": torch.randn(5, 4).bfloat16()}
     write_file(tmp_path / "model.safetensors", tensors)
-    files = WeightFiles(tmp_path, DirectReads())
+    files = WeightFiles(tmp_path, DirectReader())
     targets = {
         "a": torch.empty(900, 700, dtype=torch.bfloat16).t(),
         "b": torch.empty(3),
@@ -163,7 +163,7 @@ def test_a_directory_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.arange(10_000.0)}
     write_file(path, tensors)
-    files = WeightFiles(tmp_path, DirectReads())
+    files = WeightFiles(tmp_path, DirectReader())
     assert torch.equal(files.read("a"), tensors["a"])
     os.truncate(path, 20_000)
     with pytest.raises(CheckpointError, match="was changed while it was being read"):

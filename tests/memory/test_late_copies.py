@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bmforge.memory import packed
 from bmforge.memory.activations import apply_activation_offload_
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.copies import CopyEngine, CopyHandle
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import Llama, LlamaConfig
 
@@ -25,10 +25,10 @@ LAYERS = 5
 IDS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-class AdversarialTicket(Ticket):
+class AdversarialTicket(CopyHandle):
     """A ticket whose copy is made when it is waited for."""
 
-    def __init__(self, label: str, note: Any, flush: Callable[[Ticket], None]) -> None:
+    def __init__(self, label: str, note: Any, flush: Callable[[CopyHandle], None]) -> None:
         super().__init__(label, note)
         self._flush = flush
 
@@ -53,7 +53,7 @@ class AdversarialCopies(CopyEngine):
         super().__init__("adversarial")
         self.is_late, self.waits = is_late, waits
         self.hazards: list[str] = []
-        self._pending: list[tuple[Ticket, Tensor, Tensor, Tensor]] = []
+        self._pending: list[tuple[CopyHandle, Tensor, Tensor, Tensor]] = []
         self._lock = threading.RLock()
 
     def mark(self) -> None:
@@ -65,7 +65,7 @@ class AdversarialCopies(CopyEngine):
     @torch.no_grad()
     def copy_(
         self, target: Tensor, source: Tensor, label: str = "", *, after: torch.Event | None = None
-    ) -> Ticket:
+    ) -> CopyHandle:
         ticket = AdversarialTicket(label, self.note, self._flush if self.waits else lambda _: None)
         with self._lock:
             if self.is_late:
@@ -77,7 +77,7 @@ class AdversarialCopies(CopyEngine):
         return ticket
 
     @torch.no_grad()
-    def _flush(self, ticket: Ticket) -> None:
+    def _flush(self, ticket: CopyHandle) -> None:
         """Make the pending copies up to that of a ticket, in order."""
         with self._lock:
             while any(pending is ticket for pending, *_ in self._pending):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from bmforge.errors import ConfigError
-from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room, spread_resident
+from bmforge.memory.resident import NUM_SLOTS, choose_resident, min_resident_bytes, spread_resident
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_choice_fits_and_beats_others() -> None:
             for ids in itertools.combinations(range(len(sizes)), count)
         ]
         needed = {str(kept): room_taken([sizes], kept) for kept in every}
-        assert smallest_room([sizes]) == min(needed.values())
+        assert min_resident_bytes([sizes]) == min(needed.values())
         kept = choose_resident([sizes], room)
         if kept is None:
             assert min(needed.values()) > room
@@ -91,4 +91,4 @@ def test_one_large_block_stays() -> None:
     """Two slots of its size would take more than it does."""
     assert choose_resident([[1, 1, 1, 50, 1, 1]], 53) == [[0, 3]]
     assert choose_resident([[1, 1, 1, 50, 1, 1]], 51) is None
-    assert smallest_room([[1, 1, 1, 50, 1, 1]]) == 52
+    assert min_resident_bytes([[1, 1, 1, 50, 1, 1]]) == 52

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from bmforge.compress.matrices import usual_names
+from bmforge.compress.matrices import default_matrix_names
 from bmforge.errors import ConfigError
 from bmforge.models.families import FAMILIES
 from bmforge.models.formats.compressed_write import save_compressed
@@ -82,7 +82,7 @@ def inputs(config: Any) -> dict[str, torch.Tensor]:
 )
 def test_opens_in_transformers_or_is_refused(family: Any, scheme: str, tmp_path: Path) -> None:
     plain, model = build(family), build(family)
-    quantize_(model, SCHEMES[scheme], where=usual_names(model))
+    quantize_(model, SCHEMES[scheme], where=default_matrix_names(model))
     try:
         save_compressed(model, tmp_path / "small")
     except ConfigError as error:

@@ -22,7 +22,7 @@ from bmforge.models import (
     QwenConfig,
     T5Config,
 )
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 
 _SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 64, "num_layers": 2, "num_heads": 4}
 _WIDE = {**_SIZES, "intermediate_size": 128}
@@ -66,6 +66,6 @@ def test_attention_of_mixed_dtypes_is_torchs(keys: torch.dtype, values: torch.dt
     query, key = (torch.randn(2, 4, 32, 16, generator=generator).to(keys) for _ in range(2))
     value = torch.randn(2, 4, 32, 16, generator=generator).to(values)
     with torch.autocast("cpu", torch.bfloat16):
-        got = mix_values(query, key, value, None, None, True, None, 0.0)
+        got = compute_attention(query, key, value, None, None, True, None, 0.0)
         want = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert (got.float() - want.float()).abs().max() < 0.03

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bmforge.native import processor_features
 from bmforge.nn import host_attention as module
-from bmforge.nn.attention import mix_values
-from bmforge.nn.host_attention import host_attention, takes_host_attention
+from bmforge.nn.attention import compute_attention
+from bmforge.nn.host_attention import can_use_host_attention, host_attention
 
 pytestmark = pytest.mark.skipif(
     module._kernel() is None, reason="no C++ compiler: torch's kernel is used"
@@ -145,7 +145,7 @@ def test_compiled_as_one_graph(dropout: float) -> None:
     given, mask, _, grad = draw("padded")
 
     def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return mix_values(query, key, value, mask, None, False, None, dropout)
+        return compute_attention(query, key, value, mask, None, False, None, dropout)
 
     compiled = torch.compile(mix, fullgraph=True, backend="aot_eager")
     torch.manual_seed(1)
@@ -161,9 +161,9 @@ def test_compiled_as_one_graph(dropout: float) -> None:
 
 def test_what_it_does_not_take() -> None:
     query = torch.randn(1, 2, 16, 32)
-    assert takes_host_attention(query)
-    assert not takes_host_attention(query[:, :, :15])
-    assert not takes_host_attention(query[..., :24])
-    assert not takes_host_attention(query.double())
-    assert not takes_host_attention(query.to("meta"))
-    assert not takes_host_attention(query, torch.ones(1, 2, 16, 16, dtype=torch.bool))
+    assert can_use_host_attention(query)
+    assert not can_use_host_attention(query[:, :, :15])
+    assert not can_use_host_attention(query[..., :24])
+    assert not can_use_host_attention(query.double())
+    assert not can_use_host_attention(query.to("meta"))
+    assert not can_use_host_attention(query, torch.ones(1, 2, 16, 16, dtype=torch.bool))

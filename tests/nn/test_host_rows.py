@@ -13,12 +13,12 @@ from bmforge.native import processor_features
 from bmforge.nn import host_rows as module
 from bmforge.nn.host_rows import (
     GATES,
+    can_use_host_gated,
+    can_use_host_gelu,
+    can_use_host_rms_norm,
     host_gated,
     host_gelu,
     host_rms_norm,
-    takes_host_gated,
-    takes_host_gelu,
-    takes_host_rms_norm,
 )
 from bmforge.nn.mlp import apply_gate, get_activation
 from bmforge.nn.norm import RMSNorm
@@ -147,15 +147,15 @@ def test_nan_stays() -> None:
 
 def test_what_is_not_known_goes_to_torch() -> None:
     norm, rows = RMSNorm(16, 1e-5), torch.randn(1024, 16)
-    assert takes_host_rms_norm(rows, norm.weight)
-    assert not takes_host_rms_norm(rows[:1000], norm.weight)  # so few lie in the nearest cache
-    assert not takes_host_rms_norm(rows.double(), norm.weight)
-    assert not takes_host_rms_norm(torch.randn(1024, 24), torch.ones(24))
-    assert not takes_host_gelu(rows.half())
-    assert takes_host_gelu(rows)
-    assert takes_host_gated(rows, rows)
-    assert not takes_host_gated(rows, rows[:, :1])
-    assert not takes_host_gated(rows, rows.bfloat16())
+    assert can_use_host_rms_norm(rows, norm.weight)
+    assert not can_use_host_rms_norm(rows[:1000], norm.weight)  # so few lie in the nearest cache
+    assert not can_use_host_rms_norm(rows.double(), norm.weight)
+    assert not can_use_host_rms_norm(torch.randn(1024, 24), torch.ones(24))
+    assert not can_use_host_gelu(rows.half())
+    assert can_use_host_gelu(rows)
+    assert can_use_host_gated(rows, rows)
+    assert not can_use_host_gated(rows, rows[:, :1])
+    assert not can_use_host_gated(rows, rows.bfloat16())
     x = torch.randn(128, 128, dtype=torch.float64)
     assert torch.equal(get_activation("gelu_new")(x), F.gelu(x, approximate="tanh"))
 

@@ -270,10 +270,10 @@ def test_a_cut_head_counts_all_rows() -> None:
 
         rows, first, width, is_last = 2 * V, 0, V, False
 
-        def enter(self, x: torch.Tensor) -> torch.Tensor:
+        def sum_backward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-        max_ = sum_ = enter
+        max_ = sum_ = sum_backward
 
     head = LMHead(D, V, bias=False)
     head.vocab = Whole()

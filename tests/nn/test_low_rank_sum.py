@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.nn.low_rank import LowRank, LowRankOptions
-from bmforge.nn.low_rank_sum import AddLowRank, takes_low_rank_sum
+from bmforge.nn.low_rank_sum import AddLowRank, can_use_low_rank_sum
 from bmforge.nn.part import attach_part_
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -72,4 +72,4 @@ def test_a_training_step_of_a_layer_uses_it_and_tracing_does_not() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).grad_fn.name() != "AddLowRankBackward"
     wide = x.double()
-    assert not takes_low_rank_sum(fused, wide, part.down, part.up)
+    assert not can_use_low_rank_sum(fused, wide, part.down, part.up)

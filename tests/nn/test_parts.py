@@ -10,7 +10,7 @@ from torch import nn
 
 from bmforge.nn import LMHead, MoESpec
 from bmforge.nn.bottleneck import Bottleneck, BottleneckOptions
-from bmforge.nn.channel import Gain, Shift
+from bmforge.nn.channel import BiasAdapter, ScaleAdapter
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank, LowRankOptions
 from bmforge.nn.moe import Experts
@@ -33,9 +33,9 @@ PARTS = {
     "bottleneck": Bottleneck(16, 24, BottleneckOptions(8), LIKE),
     "low-rank bottleneck": Bottleneck(16, 16, BottleneckOptions(8, "low_rank"), LIKE),
     "kronecker bottleneck": Bottleneck(16, 16, BottleneckOptions(8, "kronecker", 0), LIKE),
-    "shift": Shift(16, LIKE),
-    "gain into": Gain(16, True, LIKE),
-    "gain out of": Gain(16, False, LIKE),
+    "shift": BiasAdapter(16, LIKE),
+    "gain into": ScaleAdapter(16, True, LIKE),
+    "gain out of": ScaleAdapter(16, False, LIKE),
     "prefix": KeyValuePrefix(2, 3, 8),
     "prefix through layers": KeyValuePrefix(2, 3, 8, inner=5),
     "prompt": ExtraEmbeddings(3, 16),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmforge.nn import Attention, AttentionSpec, build_mask
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.prompt import ExtraEmbeddings, count_ids, look_up
@@ -231,7 +231,7 @@ def test_one_token_needs_no_copies(heads: int, masked: bool) -> None:
         mask = torch.ones(3, 1, 1, 11, dtype=torch.bool)
         mask[1, ..., :4] = mask[2] = False  # of the last row only what stands in front is seen
     given = (query, key, value, mask, None, True, 0.3 if masked else None, 0.0, front)
-    want = mix_values(*given)
+    want = compute_attention(*given)
     with torch.no_grad():
-        got = mix_values(*given)
+        got = compute_attention(*given)
     assert_close(got, want)

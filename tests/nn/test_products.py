@@ -262,10 +262,12 @@ def test_many_tokens_of_plain_weights(
     want = want if bias is None else want + bias.double()
     rounding = torch.finfo(dtype).eps / 2
     with torch.no_grad():
-        monkeypatch.setattr(products, "lacks_library", lambda dtype: False)
+        monkeypatch.setattr(products, "lacks_optimized_product", lambda dtype: False)
         assert products.multiply_dense(x, weight, bias) is None
         assert torch.equal(layer(x), F.linear(x, weight, bias))
-        monkeypatch.setattr(products, "lacks_library", lambda dtype: dtype != torch.float32)
+        monkeypatch.setattr(
+            products, "lacks_optimized_product", lambda dtype: dtype != torch.float32
+        )
         got = layer(x)
         assert got.dtype == dtype
         assert got.shape == (9, 6, 133)
@@ -284,9 +286,13 @@ def test_many_tokens_of_plain_weights(
 def test_what_torch_is_slow_at() -> None:
     """As torch's library says of this processor; never numbers that are not halves."""
     asked = torch.ops.mkldnn
-    assert products.lacks_library(torch.float16) == (not asked._is_mkldnn_fp16_supported())
-    assert products.lacks_library(torch.bfloat16) == (not asked._is_mkldnn_bf16_supported())
-    assert not products.lacks_library(torch.float32)
+    assert products.lacks_optimized_product(torch.float16) == (
+        not asked._is_mkldnn_fp16_supported()
+    )
+    assert products.lacks_optimized_product(torch.bfloat16) == (
+        not asked._is_mkldnn_bf16_supported()
+    )
+    assert not products.lacks_optimized_product(torch.float32)
 
 
 def test_the_widest_row(kernels: Kernels) -> None:
@@ -381,8 +387,8 @@ def test_what_holds_no_numbers_is_not_read() -> None:
     with FakeTensorMode() as mode:
         mode.allow_non_fake_inputs = True
         fake = torch.empty(2, 256)
-    assert not products.runs_here(fake)
-    assert not products.runs_here(torch.empty(2, 256, device="meta"))
+    assert not products.are_plain_cpu_tensors(fake)
+    assert not products.are_plain_cpu_tensors(torch.empty(2, 256, device="meta"))
     assert layer(torch.empty(2, 256, device="meta")).shape == (2, 37)
     with torch.profiler.profile() as profile, torch.no_grad():
         layer(x)

@@ -17,7 +17,7 @@ from bmforge.nn import (
     linear_logprobs,
     losses,
 )
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.nn.int8 import store_int8
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.quantized import store_packed
@@ -59,7 +59,7 @@ def test_attention(masks: bool, causal: bool, biased: bool, length: int) -> None
     scores = (scores if bias is None else scores + bias).masked_fill(~shown, -torch.inf)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     given = mask if masks else None
-    got = mix_values(query, key, value, given, bias, causal, 0.9, 0.0, softcap=CAP)
+    got = compute_attention(query, key, value, given, bias, causal, 0.9, 0.0, softcap=CAP)
     assert_close(got, expected)
     for ours, theirs in zip(gradients(got, inputs), gradients(expected, inputs), strict=True):
         assert_close(ours, theirs)

@@ -30,7 +30,7 @@ from bmforge.parallel.planner.hardware import Cluster, find_device
 from bmforge.parallel.planner.peak import Share, all_blocks, count_work, peak_memory
 from bmforge.parallel.planner.ranks import cut_ranks
 from bmforge.parallel.planner.search import plan
-from bmforge.parallel.planner.storage_tracker import Follower
+from bmforge.parallel.planner.storage_tracker import StorageTracker
 from bmforge.parallel.planner.trace import Setting, trace_step
 
 SMALL = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "num_layers": 6}
@@ -110,7 +110,7 @@ def test_loops_in_short(
     workload = workload_of("small", config, tokens)
     setting = Setting(Layout(zero=0), 1, 5, "fp32", copies=True)  # a CPU, whose head has tiles
     short = trace_step(workload, setting)
-    monkeypatch.setattr(Follower, "shorten", lambda self, pieces, size_of: iter(pieces))
+    monkeypatch.setattr(StorageTracker, "shorten", lambda self, pieces, size_of: iter(pieces))
     whole = trace_step(workload, setting)
     blocks = all_blocks(short, 6)
     assert len(short.events) < 0.9 * len(whole.events)

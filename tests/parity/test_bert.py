@@ -53,19 +53,19 @@ class TestBert(EncoderSuite, FileSuite):
 def test_all_arguments(tmp_path: Path) -> None:
     """Segments, positions and a divisor of the loss mean what they mean in transformers."""
     twin = make_twin(Bert, transformers.BertForMaskedLM, BERT_TINY, tmp_path)
-    ids = make_batch(twin.ours)
+    ids = make_batch(twin.model)
     inputs = {
         "token_type_ids": (torch.arange(12) > 5).long().expand(2, 12),
         "position_ids": torch.arange(3, 15)[None],
         "attention_mask": torch.ones_like(ids),
     }
-    assert_close(twin.ours(ids, **inputs).logits, twin.theirs(ids, **inputs).logits)
+    assert_close(twin.model(ids, **inputs).logits, twin.reference(ids, **inputs).logits)
     labels = ids.masked_fill(torch.arange(12) % 3 > 0, -100)
-    mean, summed = (twin.ours(ids, labels=labels, num_items_in_batch=n).loss for n in (None, 1))
-    assert_close(mean, twin.theirs(ids, labels=labels).loss)
+    mean, summed = (twin.model(ids, labels=labels, num_items_in_batch=n).loss for n in (None, 1))
+    assert_close(mean, twin.reference(ids, labels=labels).loss)
     assert_close(summed / (labels >= 0).sum(), mean)
-    assert twin.ours(ids, labels=labels).logits is None
-    assert twin.ours(ids, labels=torch.full_like(ids, -100)).loss.item() == 0
+    assert twin.model(ids, labels=labels).logits is None
+    assert twin.model(ids, labels=torch.full_like(ids, -100)).loss.item() == 0
 
 
 @pytest.mark.parametrize("kind", ["regression", "single_label", "multi_label"])
@@ -73,13 +73,13 @@ def test_classification_losses(kind: str, tmp_path: Path) -> None:
     """The three kinds of sequence classification have transformers' losses."""
     fields = {**BERT_TINY, "num_labels": 1 if kind == "regression" else 3}
     twin = make_twin(Bert, transformers.BertForSequenceClassification, fields, tmp_path)
-    ids = make_batch(twin.ours)
+    ids = make_batch(twin.model)
     labels = {
         "regression": torch.tensor([0.3, -1.0]),
         "single_label": torch.tensor([2, 0]),
         "multi_label": torch.tensor([[1.0, 0, 1], [0, 0, 1]]),
     }[kind]
-    assert_close(twin.ours(ids, labels=labels).loss, twin.theirs(ids, labels=labels).loss)
+    assert_close(twin.model(ids, labels=labels).loss, twin.reference(ids, labels=labels).loss)
 
 
 def test_dropout_only_in_training() -> None:
@@ -166,13 +166,13 @@ class TestCheckpoints:
         """An untied decoder has its own bias, as in transformers."""
         fields = {**BERT_TINY, "tie_word_embeddings": False}
         twin = make_twin(Bert, transformers.BertForMaskedLM, fields, tmp_path)
-        ids = make_batch(twin.ours)
-        assert_close(twin.ours(ids).logits, twin.theirs(ids).logits)
-        twin.ours.save_pretrained(tmp_path / "ours")
+        ids = make_batch(twin.model)
+        assert_close(twin.model(ids).logits, twin.reference(ids).logits)
+        twin.model.save_pretrained(tmp_path / "ours")
         back = transformers.BertForMaskedLM.from_pretrained(tmp_path / "ours")
-        assert_close(back(ids).logits, twin.theirs(ids).logits)
+        assert_close(back(ids).logits, twin.reference(ids).logits)
         assert_equal_trees(
-            Bert.from_pretrained(tmp_path / "ours").state_dict(), twin.ours.state_dict()
+            Bert.from_pretrained(tmp_path / "ours").state_dict(), twin.model.state_dict()
         )
 
 
@@ -288,5 +288,5 @@ def test_preset_shapes(name: str) -> None:
     fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):
         theirs = transformers.BertForMaskedLM(transformers.BertConfig(**fields))
-    shapes = {r.theirs: tuple(ours.get_parameter(r.ours).shape) for r in ours.active_rules()}
+    shapes = {r.source: tuple(ours.get_parameter(r.parameter).shape) for r in ours.active_rules()}
     assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}

@@ -22,7 +22,7 @@ from bmforge.testing.capability import capability
 from bmforge.testing.family_suite import FamilySuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
-from bmforge.testing.reference_pair import rename_to_theirs
+from bmforge.testing.reference_pair import to_reference_names
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
 TINY: dict[str, Any] = {
@@ -150,7 +150,7 @@ class CPM2Suite(FamilySuite):
     def make_plain(self, model: Model) -> PlainCPM2:
         """Return the plain implementation with the model's weights, which want gradients."""
         parameters = {name: p.detach() for name, p in model.named_parameters()}
-        weights = rename_to_theirs(model, parameters)
+        weights = to_reference_names(model, parameters)
         weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
         return PlainCPM2(weights, model.config.num_heads, model.config.num_buckets)
 
@@ -177,7 +177,7 @@ class CPM2Suite(FamilySuite):
         loss = model(**inputs, **labels).loss
         assert_close(loss, want, rtol=1e-5)
         loss.backward()
-        got = rename_to_theirs(model, _gradients(model.named_parameters()))
+        got = to_reference_names(model, _gradients(model.named_parameters()))
         expected = _gradients(iter(plain.weights.items()))
         assert_close(got, expected, rtol=1e-5, atol=1e-9)
 

@@ -91,43 +91,43 @@ class TestCPMAnt(ModelSuite, FileSuite):
     @pytest.mark.parametrize("given", [False, True])
     def test_padding(self, twin: Twin, given: bool) -> None:
         """transformers takes id 0 for padding; so do we, or what the mask says."""
-        ids = make_text(twin.ours)
+        ids = make_text(twin.model)
         ids[0, :5] = 0
         real = ids != 0
-        ours = twin.ours(ids, attention_mask=real.long() if given else None).logits
+        ours = twin.model(ids, attention_mask=real.long() if given else None).logits
         assert ours.isfinite().all()
-        assert_close(ours[real], twin.theirs(ids).logits[real], atol=5e-6)
+        assert_close(ours[real], twin.reference(ids).logits[real], atol=5e-6)
         other = torch.where(real, ids, 7)
-        assert_close(twin.ours(other, attention_mask=real).logits[real], ours[real])
+        assert_close(twin.model(other, attention_mask=real).logits[real], ours[real])
 
     def test_padded_gradients_are_finite(self, twin: Twin) -> None:
         """Rows that are nearly all padding give finite gradients."""
-        ids = make_text(twin.ours)
+        ids = make_text(twin.model)
         ids[0, :-1] = 0
-        twin.ours.zero_grad()
-        twin.ours(ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
-        assert all(p.grad.isfinite().all() for p in twin.ours.parameters() if p.grad is not None)
+        twin.model.zero_grad()
+        twin.model(ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+        assert all(p.grad.isfinite().all() for p in twin.model.parameters() if p.grad is not None)
 
     def test_last_logits(self, twin: Twin) -> None:
         """`logits_to_keep` gives the last of all logits."""
-        ids = make_text(twin.ours)
-        assert_close(twin.ours(ids, logits_to_keep=2).logits, twin.ours(ids).logits[:, -2:])
+        ids = make_text(twin.model)
+        assert_close(twin.model(ids, logits_to_keep=2).logits, twin.model(ids).logits[:, -2:])
 
     @capability("generate")
     @pytest.mark.parametrize("beams", [1, 3])
     @pytest.mark.parametrize("padding", [0, 3])
     def test_generates_the_same_ids(self, twin: Twin, beams: int, padding: int) -> None:
         """Greedy and beam search through the cache give transformers' ids, padded prompts too."""
-        ids = make_text(twin.ours, length=7, seed=8)
+        ids = make_text(twin.model, length=7, seed=8)
         ids[0, :padding] = 0
         options: dict[str, Any] = {"num_beams": beams, "max_new_tokens": 8, "do_sample": False}
-        theirs = twin.theirs.generate(ids, attention_mask=(ids != 0).long(), **options)
+        theirs = twin.reference.generate(ids, attention_mask=(ids != 0).long(), **options)
         assert (theirs[:, 7:] != 0).all()  # else it goes on as if the text were shorter
-        assert torch.equal(generate(twin.ours, ids, **options), theirs)
+        assert torch.equal(generate(twin.model, ids, **options), theirs)
 
     def test_one_scale_is_one_model(self, twin: Twin, tmp_path: Path) -> None:
         """A tied model written with the scales beside the weights computes transformers' logits."""
-        theirs = twin.theirs
+        theirs = twin.reference
         with torch.no_grad():
             theirs.lm_head.weight.copy_(theirs.cpmant.input_embedding.weight[:61])
         theirs.save_pretrained(tmp_path)

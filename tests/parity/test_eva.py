@@ -155,9 +155,9 @@ def make_t5_twin() -> tuple[EVA, Any]:
     theirs = transformers.T5ForConditionalGeneration(transformers.T5Config(**fields)).eval()
     theirs.lm_head.weight = torch.nn.Parameter(torch.zeros(61, 32))
     weights = {
-        rule.theirs: ours.get_parameter(rule.ours).detach()
+        rule.source: ours.get_parameter(rule.parameter).detach()
         for rule in ours.active_rules()
-        if rule.theirs != "role_embeds.weight"
+        if rule.source != "role_embeds.weight"
     }
     weights |= {
         f"{stack}.embed_tokens.weight": weights["shared.weight"] for stack in ("encoder", "decoder")

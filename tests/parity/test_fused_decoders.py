@@ -23,7 +23,7 @@ from bmforge.models.weights import (
     group_by_source,
 )
 from bmforge.nn.alibi import alibi_slopes
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.parallel import Layout
 from bmforge.shards import Box
 from bmforge.testing import assert_close
@@ -79,9 +79,9 @@ class TestGPTNeoX(FusedSuite):
         },
     }
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Return transformers' gradients; it names the head otherwise than its files do."""
-        gradients = super().their_gradients(model)
+        gradients = super().reference_gradients(model)
         return {n.replace("lm_head", "embed_out"): grad for n, grad in gradients.items()}
 
 
@@ -237,7 +237,7 @@ def test_interleaved_rows(
         box = Box((first, *[0] * len(tail)), (rows, *tail))
         local = torch.full(box.lengths, -1)
         for rule in expanded:
-            slices = rule.source_slices(box) if rule.ours == name else None
+            slices = rule.source_slices(box) if rule.parameter == name else None
             if slices is not None:
                 assert rule.source_shape(shape) == tuple(fused.shape)
                 rule.target(local, box).copy_(fused[slices])
@@ -305,13 +305,15 @@ def test_alibi_of_a_prefix() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
     slopes = torch.tensor([0.5, 0.25])
     prefix = (key[0, :, :2], value[0, :, :2])
-    whole = mix_values(query, key, value, None, None, True, None, 0.0, slopes=lambda _: slopes)
+    whole = compute_attention(
+        query, key, value, None, None, True, None, 0.0, slopes=lambda _: slopes
+    )
     parts = [part[:, :, 2:] for part in (query, key, value)]
-    out = mix_values(*parts, None, None, True, None, 0.0, prefix, slopes=lambda _: slopes)
+    out = compute_attention(*parts, None, None, True, None, 0.0, prefix, slopes=lambda _: slopes)
     assert_close(out, whole[:, :, 2:])
     last = [query[:, :, -1:], key[:, :, 2:], value[:, :, 2:]]
     with torch.no_grad():
-        out = mix_values(*last, None, None, True, None, 0.0, prefix, slopes=lambda _: slopes)
+        out = compute_attention(*last, None, None, True, None, 0.0, prefix, slopes=lambda _: slopes)
     assert_close(out, whole[:, :, -1:])
 
 

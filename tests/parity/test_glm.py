@@ -22,7 +22,7 @@ from bmforge.testing.decoder_suite import DecoderOwnSuite
 from bmforge.testing.family_suite import FamilySuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import count_preset
-from bmforge.testing.reference_pair import rename_to_theirs
+from bmforge.testing.reference_pair import to_reference_names
 from bmforge.testing.tolerance import assert_close
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -119,7 +119,7 @@ class TestGLM(DecoderOwnSuite, FamilySuite, FileSuite):
         ).loss
         near(loss, want["loss"])
         loss.backward()
-        got = rename_to_theirs(model, {n: p.grad for n, p in model.named_parameters()})
+        got = to_reference_names(model, {n: p.grad for n, p in model.named_parameters()})
         expected = read(name, "grad")
         assert expected
         for weight, gradient in expected.items():

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from bmforge.compress.prune.apply_plan import carry_out_
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.apply_plan import apply_plan_
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import AutoModel, GptOss, GptOssConfig, Model, ModelConfig
 from bmforge.models.changes import Change
@@ -311,7 +311,7 @@ def test_alternating_rows(
         slices = rule.source_slices(box)
         run_reads([files.plan_read("fused", slices, rule.source_view(target))])
         region = tuple(slice(o, o + n) for o, n in zip(offsets, box.lengths, strict=True))
-        assert torch.equal(target, stacks[rule.ours][region])
+        assert torch.equal(target, stacks[rule.parameter][region])
 
 
 def tiny_model() -> Any:
@@ -333,8 +333,8 @@ def test_pruned_model_is_the_silenced_model() -> None:
     whole = tiny_model()
     small = copy.deepcopy(whole)
     experts, features = (5, 1, 3), tuple(range(0, 24, 2))
-    kept = Kept(heads=(2, 3), experts=experts, features=(features,) * 3)
-    carry_out_(small, PruningPlan({"layers.0": kept, "layers.1": kept}))
+    kept = KeptIndices(heads=(2, 3), experts=experts, features=(features,) * 3)
+    apply_plan_(small, PruningPlan({"layers.0": kept, "layers.1": kept}))
     for layer in whole.layers.values():
         layer.attn.o_proj.weight[:, :16] = 0.0
         layer.mlp.experts.down_proj[:, :, 1::2] = 0.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from bmforge.compress.prune.apply_plan import carry_out_
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.apply_plan import apply_plan_
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.errors import ConfigError
 from bmforge.models import (
     GLM4,
@@ -297,7 +297,7 @@ def test_fewer_heads_keep_their_norms() -> None:
         torch.nn.init.normal_(norm)
     pruned, resized = copy.deepcopy(model), copy.deepcopy(model)
     resized.change_(Change("resize", ("layers.0",), {"num_heads": 2}))
-    carry_out_(pruned, PruningPlan({"layers.0": Kept(heads=(1, 2))}))
+    apply_plan_(pruned, PruningPlan({"layers.0": KeptIndices(heads=(1, 2))}))
     query, key = (norm.detach().view(-1, 8) for norm in norms)
     # Each key-value head keeps its first query head, or the one of the plan.
     for small, rows in ((resized, [0, 2]), (pruned, [1, 2])):

@@ -83,7 +83,7 @@ def check_llama_preset(name: str) -> None:
     fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
-    shapes = {r.theirs: tuple(ours.get_parameter(r.ours).shape) for r in ours.active_rules()}
+    shapes = {r.source: tuple(ours.get_parameter(r.parameter).shape) for r in ours.active_rules()}
     assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}
 
 

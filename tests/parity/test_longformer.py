@@ -73,15 +73,15 @@ class TestLongformer(EncoderSuite, FileSuite):
 def test_lengths(length: int, globals_: int, tmp_path: Path) -> None:
     """Any length, with and without global tokens and padding, to either side."""
     twin = make_twin(Longformer, transformers.LongformerModel, LONGFORMER_TINY, tmp_path)
-    ids = make_batch(twin.ours, batch=3, length=length)
+    ids = make_batch(twin.model, batch=3, length=length)
     chosen, mask = torch.zeros_like(ids), torch.ones_like(ids)
     for row in range(3 if globals_ else 0):
         chosen[row, torch.randperm(length)[: globals_ - row]] = 1
     mask[1, length // 2 :] = 0
     mask[2, : length // 4] = 0
     for extra in ({}, {"attention_mask": mask}):
-        theirs = twin.theirs(ids, global_attention_mask=chosen, **extra)
-        ours = twin.ours(ids, global_attention_mask=chosen, **extra)
+        theirs = twin.reference(ids, global_attention_mask=chosen, **extra)
+        ours = twin.model(ids, global_attention_mask=chosen, **extra)
         for name in ("last_hidden_state", "pooler_output"):
             want = getattr(theirs, name)
             assert_close(getattr(ours, name), want, atol=1e-6 * max(1, want.abs().max().item()))
@@ -165,5 +165,5 @@ def test_preset_shapes(name: str) -> None:
     fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):
         theirs = transformers.LongformerForMaskedLM(transformers.LongformerConfig(**fields))
-    shapes = {r.theirs: tuple(ours.get_parameter(r.ours).shape) for r in ours.active_rules()}
+    shapes = {r.source: tuple(ours.get_parameter(r.parameter).shape) for r in ours.active_rules()}
     assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}

@@ -24,7 +24,7 @@ from bmforge.models.minicpm import MiniCPM, MiniCPMConfig
 from bmforge.testing.decoder_suite import DecoderSuite
 from bmforge.testing.file_suite import FileSuite
 from bmforge.testing.presets import check_preset_shapes, count_preset
-from bmforge.testing.reference_pair import rename_to_theirs
+from bmforge.testing.reference_pair import to_reference_names
 from bmforge.testing.tolerance import assert_close
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -157,7 +157,7 @@ class TestGolden:
             attention_mask=golden["input:attention_mask"],
             labels=golden["input:labels"],
         ).loss.backward()
-        ours = rename_to_theirs(model, {n: p.grad for n, p in model.named_parameters()})
+        ours = to_reference_names(model, {n: p.grad for n, p in model.named_parameters()})
         theirs = {n.removeprefix("grad:"): t for n, t in golden.items() if n.startswith("grad:")}
         assert len(theirs) >= 4
         for weight, gradient in theirs.items():

@@ -73,9 +73,9 @@ class TestMixtral(DecoderSuite, FileSuite):
     not_applicable: ClassVar[dict[str, str]] = {}
     expert_names = tuple(f".block_sparse_moe.experts.{{e}}.w{n}" for n in (1, 3, 2))
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Divide the experts."""
-        return divide_experts(super().their_gradients(model), self.expert_names)
+        return divide_experts(super().reference_gradients(model), self.expert_names)
 
     @capability("expert")
     def test_expert_parallel(self, tiny: Model) -> None:
@@ -143,14 +143,14 @@ def test_load_balancing(family: str, padded: bool, tmp_path: Any) -> None:
     model_class, hf_class, fields = FAMILIES[family]
     fields = {**fields, "output_router_logits": True, "router_aux_loss_coef": 0.3}
     twin = make_twin(model_class, hf_class, fields, tmp_path)
-    ids = make_batch(twin.ours)
+    ids = make_batch(twin.model)
     mask = torch.ones_like(ids)
     mask[0, 8:] = 0
     inputs = {"input_ids": ids, "attention_mask": mask if padded else None}
-    without = twin.ours(**inputs)
+    without = twin.model(**inputs)
     assert without.aux_loss is not None
     inputs["labels"] = ids.masked_fill(mask == 0, -100) if padded else ids
-    ours, theirs = twin.ours(**inputs), twin.theirs(**inputs)
+    ours, theirs = twin.model(**inputs), twin.reference(**inputs)
     assert len(ours.router_logits) == len(theirs.router_logits)
     real = mask.flatten().bool() if padded else slice(None)  # padding sees other padding there
     for mine, other in zip(ours.router_logits, theirs.router_logits, strict=True):
@@ -159,9 +159,9 @@ def test_load_balancing(family: str, padded: bool, tmp_path: Any) -> None:
     assert_close(ours.loss, theirs.loss)
     ours.loss.backward()
     theirs.loss.backward()
-    layer = twin.ours.config.num_layers - 1
-    gradient = twin.theirs.model.layers[layer].mlp.gate.weight.grad
-    assert_close(twin.ours.layers[str(layer)].mlp.router.weight.grad, gradient)
+    layer = twin.model.config.num_layers - 1
+    gradient = twin.reference.model.layers[layer].mlp.gate.weight.grad
+    assert_close(twin.model.layers[str(layer)].mlp.router.weight.grad, gradient)
 
 
 def test_balance_of_parts_adds_up() -> None:

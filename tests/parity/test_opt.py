@@ -59,17 +59,17 @@ class TestOPT(DecoderSuite, FileSuite):
 def test_positions_come_from_the_mask(fields: dict[str, Any], holes: str, tmp_path: Path) -> None:
     """With a mask and no positions the numbers are transformers', whole and through a cache."""
     twin = make_twin(OPT, transformers.OPTForCausalLM, fields, tmp_path)
-    ids = make_batch(twin.ours)
+    ids = make_batch(twin.model)
     mask = torch.ones_like(ids)
     places = {"left": slice(0, 4), "right": slice(8, 12), "middle": slice(3, 6)}
     mask[0, places[holes]] = 0
-    theirs = twin.theirs(ids, attention_mask=mask).logits
-    ours = twin.ours(ids, attention_mask=mask).logits
+    theirs = twin.reference(ids, attention_mask=mask).logits
+    ours = twin.model(ids, attention_mask=mask).logits
     assert_close(ours[mask.bool()], theirs[mask.bool()])
-    assert_close(twin.ours(ids, attention_mask=mask.bool()).logits, ours)
-    cache = KVCache(twin.ours.config.num_layers, ids.shape[1])
+    assert_close(twin.model(ids, attention_mask=mask.bool()).logits, ours)
+    cache = KVCache(twin.model.config.num_layers, ids.shape[1])
     pieces = [
-        twin.ours(ids[:, start:end], attention_mask=mask[:, :end], cache=cache).logits
+        twin.model(ids[:, start:end], attention_mask=mask[:, :end], cache=cache).logits
         for start, end in ((0, 5), (5, 6), (6, 12))
     ]
     assert_close(torch.cat(pieces, 1)[mask.bool()], theirs[mask.bool()])
@@ -79,15 +79,15 @@ def test_layer_drop(tmp_path: Path) -> None:
     """In training blocks are left out as transformers leaves them out, with the same draws."""
     fields = {**TINY, "layerdrop": 0.5, "num_hidden_layers": 6}
     twin = make_twin(OPT, transformers.OPTForCausalLM, fields, tmp_path)
-    ids = make_batch(twin.ours)
-    whole = twin.ours(ids).logits
-    twin.theirs.train()
-    twin.ours.train()
+    ids = make_batch(twin.model)
+    whole = twin.model(ids).logits
+    twin.reference.train()
+    twin.model.train()
     for seed in range(4):
         torch.manual_seed(seed)
-        theirs = twin.theirs(ids).logits
+        theirs = twin.reference(ids).logits
         torch.manual_seed(seed)
-        ours = twin.ours(ids).logits
+        ours = twin.model(ids).logits
         assert_close(ours, theirs)
         assert not torch.allclose(ours, whole)
 

@@ -69,9 +69,9 @@ class TestXLMRoberta(EncoderSuite, FileSuite):
     }
     cases = {"default": {**ROBERTA_TINY, "pad_token_id": 95}}  # noqa: RUF012
 
-    def their_gradients(self, model: Any) -> dict[str, torch.Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, torch.Tensor]:
         """transformers names the tied weight by its head, which comes first in this class."""
-        gradients = super().their_gradients(model)
+        gradients = super().reference_gradients(model)
         embedding = "roberta.embeddings.word_embeddings.weight"
         tied = gradients.pop("lm_head.decoder.weight", None)
         return gradients if tied is None else {**gradients, embedding: tied}
@@ -88,14 +88,14 @@ def test_xlm_roberta_preset_sizes(name: str, count: int) -> None:
 def test_positions_leave_padding_out(tmp_path: Path) -> None:
     """Positions are counted over real tokens, with padding on either side or within."""
     twin = make_twin(Roberta, transformers.RobertaForMaskedLM, ROBERTA_TINY, tmp_path)
-    ids = make_batch(twin.ours, batch=3).clamp(min=2)
+    ids = make_batch(twin.model, batch=3).clamp(min=2)
     ids[0, :4], ids[1, 8:], ids[2, 5:7] = 1, 1, 1
     mask = (ids != 1).long()
-    want = twin.theirs(ids, attention_mask=mask).logits
-    assert_close(twin.ours(ids, attention_mask=mask).logits, want)
+    want = twin.reference(ids, attention_mask=mask).logits
+    assert_close(twin.model(ids, attention_mask=mask).logits, want)
     positions = torch.arange(20, 32)[None]
-    want = twin.theirs(ids, position_ids=positions).logits
-    assert_close(twin.ours(ids, position_ids=positions).logits, want)
+    want = twin.reference(ids, position_ids=positions).logits
+    assert_close(twin.model(ids, position_ids=positions).logits, want)
 
 
 def test_other_bias_name(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_other_bias_name(tmp_path: Path) -> None:
     for _ in range(2):
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         again = Roberta.from_pretrained(tmp_path)
-        assert_equal_trees(again.state_dict(), twin.ours.state_dict())
+        assert_equal_trees(again.state_dict(), twin.model.state_dict())
         tensors.pop("lm_head.bias", None)
 
 
@@ -114,8 +114,8 @@ def test_untied(tmp_path: Path) -> None:
     """An untied decoder has its own weight and bias, as in transformers."""
     fields = {**ROBERTA_TINY, "tie_word_embeddings": False}
     twin = make_twin(Roberta, transformers.RobertaForMaskedLM, fields, tmp_path)
-    ids = make_batch(twin.ours)
-    assert_close(twin.ours(ids).logits, twin.theirs(ids).logits)
+    ids = make_batch(twin.model)
+    assert_close(twin.model(ids).logits, twin.reference(ids).logits)
 
 
 def test_deep_classifier_dropout() -> None:
@@ -160,5 +160,5 @@ def test_preset_shapes(name: str) -> None:
     fields = {k: v for k, v in ours.config.to_hf().items() if k != "model_type"}
     with torch.device("meta"):
         theirs = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**fields))
-    shapes = {r.theirs: tuple(ours.get_parameter(r.ours).shape) for r in ours.active_rules()}
+    shapes = {r.source: tuple(ours.get_parameter(r.parameter).shape) for r in ours.active_rules()}
     assert shapes == {n: tuple(p.shape) for n, p in theirs.named_parameters()}

@@ -15,8 +15,8 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bmforge.compress.prune.apply_plan import carry_out_
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
+from bmforge.compress.prune.apply_plan import apply_plan_
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.models import (
     AutoModel,
@@ -85,9 +85,9 @@ class ExpertsSuite(DerivedDecoderSuite):
         native, plain, _ = decode_both_ways(model)
         assert_close(native, plain, rtol=0, atol=off * float(plain.abs().max()))
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Return transformers' gradients by the names of its files."""
-        return divide_experts(super().their_gradients(model))
+        return divide_experts(super().reference_gradients(model))
 
     @pytest.mark.long
     @capability("expert")
@@ -388,8 +388,8 @@ def test_pruned_model_is_the_silenced_model() -> None:
     whole.layers["2"].mlp.router.choice_bias.copy_(torch.linspace(-1.0, 1.0, 8))
     small = copy.deepcopy(whole)
     chosen = (6, 1, 3, 4)
-    kept = Kept(experts=chosen, features=(tuple(range(0, 24, 2)),) * 4)
-    carry_out_(small, PruningPlan({"layers.2": kept}, gone=("layers.0",)), uniform=True)
+    kept = KeptIndices(experts=chosen, features=(tuple(range(0, 24, 2)),) * 4)
+    apply_plan_(small, PruningPlan({"layers.2": kept}, gone=("layers.0",)), uniform=True)
     sizes = small.config.num_dense, small.config.expert_size, small.config.num_shared
     assert (*sizes, small.config.changes) == (1, 12, 2, ())
     whole.layers["0"].attn.o_proj.weight.zero_()

@@ -61,7 +61,7 @@ class T5Suite(Seq2SeqSuite, FileSuite):
 
     def check_gradients(self, twin: Twin) -> None:
         """The bare encoder has no loss; its gradients are those of token classification."""
-        if twin.ours.config.head != "encoder":
+        if twin.model.config.head != "encoder":
             super().check_gradients(twin)
 
 
@@ -380,7 +380,7 @@ def check_preset(name: str) -> None:
     with torch.device("meta"):
         theirs = hf_class(hf_class.config_class(**fields))
     shapes = {
-        rule.theirs: rule.source_shape(tuple(ours.get_parameter(rule.ours).shape))
+        rule.source: rule.source_shape(tuple(ours.get_parameter(rule.parameter).shape))
         for rule in ours.active_rules()
     }
     want = {n: tuple(p.shape) for n, p in theirs.named_parameters()}

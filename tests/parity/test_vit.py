@@ -73,26 +73,26 @@ class TestViT(ModelSuite, FileSuite):
         dtype = next(model.parameters()).dtype
         return {"pixel_values": make_images(model.config, batch, seed).to(dtype)}
 
-    def their_gradients(self, model: Any) -> dict[str, Tensor]:
+    def reference_gradients(self, model: Any) -> dict[str, Tensor]:
         """Name them as transformers writes them; in memory it has other names."""
-        gradients = super().their_gradients(model)
+        gradients = super().reference_gradients(model)
         return {_name_on_disk(name): gradient for name, gradient in gradients.items()}
 
     def check_gradients(self, twin: Twin) -> None:
         """As for all; what transformers' forward writes into its config is taken out again."""
-        before = twin.theirs.config.problem_type
+        before = twin.reference.config.problem_type
         super().check_gradients(twin)
-        twin.theirs.config.problem_type = before
+        twin.reference.config.problem_type = before
 
     def check_outputs(self, twin: Twin) -> None:
         """Compare all outputs; a ViT's last hidden state is normed and its hidden states not."""
-        images = make_images(twin.ours.config)
-        theirs = twin.theirs(images, output_hidden_states=True)
-        ours = twin.ours(images, output_hidden_states=True)
+        images = make_images(twin.model.config)
+        theirs = twin.reference(images, output_hidden_states=True)
+        ours = twin.model(images, output_hidden_states=True)
         assert len(ours.hidden_states) == len(theirs.hidden_states)
         for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
             assert_close(mine, other)
-        assert_close(twin.ours.norm(ours.hidden_states[-1]), ours.last_hidden_state)
+        assert_close(twin.model.norm(ours.hidden_states[-1]), ours.last_hidden_state)
         for name in ("logits", "last_hidden_state", "pooler_output"):
             if theirs.get(name) is not None:
                 assert_close(getattr(ours, name), theirs[name])
@@ -100,9 +100,9 @@ class TestViT(ModelSuite, FileSuite):
     def test_images_of_another_size(self, twin: Twin) -> None:
         """Stretched positions are transformers', for squares and rectangles."""
         for size in ((16, 16), (18, 18), (24, 24), (9, 33), (4, 4)):
-            images = torch.randn(2, twin.ours.config.num_channels, *size)
-            theirs = twin.theirs(images, interpolate_pos_encoding=True).logits
-            assert_close(twin.ours(images, interpolate_pos_encoding=True).logits, theirs)
+            images = torch.randn(2, twin.model.config.num_channels, *size)
+            theirs = twin.reference(images, interpolate_pos_encoding=True).logits
+            assert_close(twin.model(images, interpolate_pos_encoding=True).logits, theirs)
 
     def test_single_images_accumulate(self, tiny: Model) -> None:
         """Cut, one image at a time: positions get the very gradient that goes on to others."""
@@ -136,8 +136,8 @@ def _name_on_disk(name: str) -> str:
 def test_every_problem_type(problem: str | None, labels: Tensor, tmp_path: Path) -> None:
     fields = {**VIT_TINY, "problem_type": problem}
     twin = make_twin(ViT, transformers.ViTForImageClassification, fields, tmp_path)
-    images = make_images(twin.ours.config)
-    assert_close(twin.ours(images, labels=labels).loss, twin.theirs(images, labels=labels).loss)
+    images = make_images(twin.model.config)
+    assert_close(twin.model(images, labels=labels).loss, twin.reference(images, labels=labels).loss)
 
 
 def test_patches_are_a_strided_convolution() -> None:
@@ -159,11 +159,11 @@ def test_patches_are_a_strided_convolution() -> None:
 def test_opening_without_the_pooler(tmp_path: Path) -> None:
     """A bare model may come without a pooler, and stays so when saved."""
     twin = make_twin(ViT, transformers.ViTModel, VIT_TINY, tmp_path / "theirs")
-    config = twin.ours.config.replace(add_pooling_layer=False)
+    config = twin.model.config.replace(add_pooling_layer=False)
     bare = ViT.from_config(config)
-    bare.load_state_dict(twin.ours.state_dict(), strict=False)
+    bare.load_state_dict(twin.model.state_dict(), strict=False)
     images = make_images(config)
-    theirs = twin.theirs(images)
+    theirs = twin.reference(images)
     assert bare(images).pooler_output is None
     assert_close(bare(images).last_hidden_state, theirs.last_hidden_state)
     bare.save_pretrained(tmp_path / "ours")
@@ -177,10 +177,10 @@ def test_a_new_classifier_in_place_of_the_pooler(tmp_path: Path) -> None:
     twin = make_twin(ViT, transformers.ViTModel, VIT_TINY, tmp_path / "theirs")
     head = {"head": "image_classification", "num_labels": 3, "new_head": True}
     tuned = ViT.from_pretrained(tmp_path / "theirs", **head)
-    images = make_images(twin.ours.config)
+    images = make_images(twin.model.config)
     out = tuned.eval()(images)
     assert out.logits.shape == (len(images), 3)
-    assert_close(out.last_hidden_state, twin.theirs(images).last_hidden_state)
+    assert_close(out.last_hidden_state, twin.reference(images).last_hidden_state)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_shapes_of_presets(preset: str) -> None:
     with torch.device("meta"):
         theirs = hf_class(transformers.ViTConfig(**config.to_hf()))
     shapes = {
-        rule.theirs: rule.source_shape(tuple(model.get_parameter(rule.ours).shape))
+        rule.source: rule.source_shape(tuple(model.get_parameter(rule.parameter).shape))
         for rule in model.active_rules()
     }
     assert shapes == {_name_on_disk(n): tuple(p.shape) for n, p in theirs.named_parameters()}

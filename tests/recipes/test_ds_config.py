@@ -19,7 +19,7 @@ from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import Layout
 from bmforge.recipes.documents import CPMBeeTrainConfig
 from bmforge.recipes.inputs.corpus import CorpusConfig
-from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.recipes.spans import T5SpansConfig
 from bmforge.train import LossScaler, read_metrics
@@ -160,16 +160,16 @@ def test_the_command_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_accumulation_gives_the_global_batch() -> None:
     config = pipelined(GPT2PretrainConfig(), tp=2, accumulate=3)
-    assert settle_batch(config, 16).global_batch_size == 8 * 3 * 4
+    assert resolve_batch(config, 16).global_batch_size == 8 * 3 * 4
     wrong = dataclasses.replace(config.data, global_batch_size=50)
     with pytest.raises(
         ConfigError,
         match=r"global_batch_size=50 must be .*8 x .*=3 x 4 data-parallel processes = 96",
     ):
-        settle_batch(dataclasses.replace(config, data=wrong), 16)
+        resolve_batch(dataclasses.replace(config, data=wrong), 16)
     none = dataclasses.replace(config.data, grad_accum_steps=0)
     with pytest.raises(ConfigError, match="grad_accum_steps=0 must be at least 1"):
-        settle_batch(dataclasses.replace(config, data=none), 16)
+        resolve_batch(dataclasses.replace(config, data=none), 16)
 
 
 def scales(config: LossScaleConfig, overflows: str) -> list[float]:

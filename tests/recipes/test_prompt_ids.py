@@ -20,7 +20,7 @@ from bmforge.cli.chat import talk
 from bmforge.cli.serve import _open_engine
 from bmforge.cli.serve_options import ServeCommand
 from bmforge.data.sources.conversations import ChatExample
-from bmforge.infer.conversation import TalkConfig, converse
+from bmforge.infer.conversation import TalkConfig, open_conversation
 from bmforge.infer.harness import TextModel
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
@@ -110,7 +110,7 @@ def served_ids(folder: Path, messages: list[dict[str, str]]) -> list[int]:
 def ask_chat(folder: Path, messages: list[dict[str, str]]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder)
-    chat = converse(model, tokenizer, folder, {"max_new_tokens": 1})
+    chat = open_conversation(model, tokenizer, folder, {"max_new_tokens": 1})
     chat.history = messages[:-1]
     chat.reply(messages[-1]["content"])
 

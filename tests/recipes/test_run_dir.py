@@ -20,9 +20,9 @@ from bmforge.recipes import QuickstartConfig, quickstart
 from bmforge.recipes.run_dir import (
     add_results,
     check_run_dir,
-    claim_run_dir,
-    occupy_run_dir,
+    lock_run_dir,
     open_run_dir,
+    write_run_config,
 )
 from bmforge.train.run_lock import LOCK_NAME
 
@@ -48,7 +48,7 @@ def test_claimed_late_and_found_again(tmp_path):
     open_run_dir(run_dir, Config(), FREE)
     (run_dir / "log.txt").write_text("said something, then failed")
     open_run_dir(run_dir, Config(lr=0.2), FREE)  # the first one never began
-    claim_run_dir(run_dir, Config(lr=0.2))
+    write_run_config(run_dir, Config(lr=0.2))
     open_run_dir(run_dir, Config(lr=0.2, cadence=7), FREE)
     with pytest.raises(ConfigError, match=r"lr: 0.2 in that run, now 0.3"):
         open_run_dir(run_dir, Config(lr=0.3), FREE)
@@ -58,10 +58,10 @@ def test_a_refused_run_leaves_nothing(tmp_path):
     new, old, own = tmp_path / "new", tmp_path / "old", tmp_path / "own"
     old.mkdir()
     for run_dir in (new, old, own):
-        with suppress(ConfigError), occupy_run_dir(run_dir, Config(), FREE):
+        with suppress(ConfigError), lock_run_dir(run_dir, Config(), FREE):
             get_logger().info("said something")
             if run_dir == own:
-                claim_run_dir(own, Config())
+                write_run_config(own, Config())
             raise ConfigError("refused")
     assert sorted(path.name for path in tmp_path.rglob("*")) == [
         "log.txt",
@@ -76,9 +76,9 @@ def test_one_run_at_a_time(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            with occupy_run_dir(tmp_path, Config(), FREE):
+            with lock_run_dir(tmp_path, Config(), FREE):
                 get_logger().info("the first one")
-                claim_run_dir(tmp_path, Config())
+                write_run_config(tmp_path, Config())
                 (tmp_path / "half").write_text("half a checkpoint")
                 os.kill(os.getpid(), signal.SIGSTOP)
         finally:
@@ -88,7 +88,7 @@ def test_one_run_at_a_time(tmp_path):
     (tmp_path / "data" / RECORD_NAME).write_text("{}")
     before = files_below(tmp_path)
     told = rf"in use by process {child} on {platform.node()}, since 2.*choose another run_dir"
-    with pytest.raises(ConfigError, match=told), occupy_run_dir(tmp_path, Config(), FREE):
+    with pytest.raises(ConfigError, match=told), lock_run_dir(tmp_path, Config(), FREE):
         pass
     fresh = QuickstartConfig(run_dir=tmp_path, fresh=True)
     with pytest.raises(ConfigError, match=told):
@@ -96,7 +96,7 @@ def test_one_run_at_a_time(tmp_path):
     assert files_below(tmp_path) == before
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with occupy_run_dir(tmp_path, Config(), FREE):
+    with lock_run_dir(tmp_path, Config(), FREE):
         assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
     assert {path.name for path in tmp_path.iterdir()} == {"data", "half", "log.txt", "run.toml"}
 
@@ -106,18 +106,18 @@ def test_killed_while_the_config_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     child = os.fork()
     if not child:
-        claim_run_dir(tmp_path, Config())
+        write_run_config(tmp_path, Config())
         os._exit(1)
     os.waitpid(child, 0)
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == [".run.toml.partial"]
     open_run_dir(tmp_path, Config(lr=0.2), FREE)
-    claim_run_dir(tmp_path, Config(lr=0.2))
+    write_run_config(tmp_path, Config(lr=0.2))
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_none_survives_the_file(tmp_path):
-    claim_run_dir(tmp_path, Config(clip=None))
+    write_run_config(tmp_path, Config(clip=None))
     assert load_toml(Config, tmp_path / "run.toml") == Config(clip=None)
 
 

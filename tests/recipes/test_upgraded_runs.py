@@ -17,10 +17,10 @@ from small_runs import write_counting, write_start
 from bmforge.cli import main
 from bmforge.config import config_from_dict, config_to_dict
 from bmforge.errors import ConfigError
-from bmforge.recipes.adapters import AdapterConfig, settle_adapter
+from bmforge.recipes.adapters import AdapterConfig, resolve_adapter
 from bmforge.recipes.renamed_fields import RENAMED, rename_fields
 from bmforge.recipes.run import RunConfig
-from bmforge.recipes.run_dir import check_run_dir, claim_run_dir, open_run_dir, record_overrides
+from bmforge.recipes.run_dir import check_run_dir, open_run_dir, record_overrides, write_run_config
 from bmforge.train import read_metrics
 
 
@@ -168,7 +168,7 @@ def test_a_former_delta_table_is_an_adapter(
         use_dora=flags[1],
         rank=rank,
     )
-    assert check_run_dir(run_dir, settle_adapter(_Adapters(adapter=adapter)), frozenset()) is None
+    assert check_run_dir(run_dir, resolve_adapter(_Adapters(adapter=adapter)), frozenset()) is None
     if kind == "lora":
         other = replace(adapter, rank=9)
         problem = check_run_dir(run_dir, _Adapters(adapter=other), frozenset())
@@ -177,7 +177,7 @@ def test_a_former_delta_table_is_an_adapter(
 
 
 def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
-    claim_run_dir(tmp_path, Config())
+    write_run_config(tmp_path, Config())
     faster = Config(inner=Inner(lr=0.3), steps=8)
     with pytest.raises(
         ConfigError, match=r"lr: 0.1 in that run, now 0.3; steps: 7 in that run, now 8"
@@ -188,7 +188,7 @@ def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
         open_run_dir(tmp_path, one, frozenset())
     both = replace(faster, override=("inner", "steps"))
     open_run_dir(tmp_path, both, frozenset())
-    claim_run_dir(tmp_path, record_overrides(tmp_path, both))
+    write_run_config(tmp_path, record_overrides(tmp_path, both))
     saved = tomllib.loads((tmp_path / "run.toml").read_text())
     assert saved["override"] == ["inner.lr=0.1->0.3", "steps=7->8"]
     # The same config goes on without an override; the old one is another run now.
@@ -197,7 +197,7 @@ def test_an_override_is_named_and_recorded(tmp_path: Path) -> None:
         open_run_dir(tmp_path, Config(steps=8), frozenset())
     again = config_from_dict(Config, saved)
     open_run_dir(tmp_path, again, frozenset())
-    claim_run_dir(tmp_path, record_overrides(tmp_path, again))
+    write_run_config(tmp_path, record_overrides(tmp_path, again))
     assert tomllib.loads((tmp_path / "run.toml").read_text())["override"] == saved["override"]
 
 

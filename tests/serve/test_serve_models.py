@@ -74,9 +74,9 @@ def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> N
 
         first = ask()
         now[0] = 59
-        assert not sleeper.doze()
+        assert not sleeper.unload_if_idle()
         now[0] = 61
-        assert sleeper.doze()
+        assert sleeper.unload_if_idle()
         assert not sleeper.is_open
         with pytest.raises(ConfigError, match="closed"):
             opened[0].generate("a")
@@ -90,12 +90,12 @@ def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> N
         with sleeper._lock:
             sleeper._users += 1
         now[0] = 1000
-        assert not sleeper.doze()
+        assert not sleeper.unload_if_idle()
         with sleeper._lock:
             sleeper._users -= 1
-        assert not sleeper.doze()
+        assert not sleeper.unload_if_idle()
         now[0] = 1061
-        assert sleeper.doze()
+        assert sleeper.unload_if_idle()
 
 
 def test_a_model_that_opens_holds_up_nobody_else(start: Any, model_directory: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_model_that_opens_holds_up_nobody_else(start: Any, model_directory: Pa
     sleeper = Noting(open_engine, model_directory, 60, lambda: now[0])
     with sleeper, start(other=sleeper, name="tiny") as server, ThreadPoolExecutor(2) as pool:
         now[0] = 100
-        assert sleeper.doze()
+        assert sleeper.unload_if_idle()
         try:
             said = {"model": "tiny", "prompt": "a", "max_tokens": 2}
             answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=said, timeout=60)
@@ -149,7 +149,7 @@ def test_one_model_at_a_time_is_in_memory(model_directory: Path) -> None:
 
         engine.close = note  # type: ignore[method-assign]
         now[0] = 100
-        assert sleeper.doze()
+        assert sleeper.unload_if_idle()
         assert held == [True]
         assert sleeper.call(lambda: 3) == 3
 
@@ -161,7 +161,7 @@ def test_an_engine_that_did_not_sleep_may_sleep_later(monkeypatch: pytest.Monkey
         def __init__(self) -> None:
             pass
 
-        def doze(self) -> bool:
+        def unload_if_idle(self) -> bool:
             looks.append(1)
             if len(looks) == 1:
                 raise OSError("a file could not be closed")

@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_loaded_again(start: Any, model_directory: Path) 
     asleep = SleepingEngine(open_engine, model_directory, 10.0, lambda: now[0])
     with asleep as engine, start(other=engine, place=model_directory) as server:
         now[0] = 20.0
-        assert engine.doze()
+        assert engine.unload_if_idle()
         works[0] = False
         assert ask(server).status_code == 503
         assert httpx.get(f"{server.url}/ready").status_code == 503

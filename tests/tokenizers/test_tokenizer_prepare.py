@@ -9,7 +9,14 @@ from pathlib import Path
 import plain_tokenizers
 import pytest
 
-from bmforge.data import PrepareConfig, TokenStore, encode_to_store, normalise, prepare, train_bpe
+from bmforge.data import (
+    PrepareConfig,
+    TokenStore,
+    encode_to_store,
+    normalize_text,
+    prepare,
+    train_bpe,
+)
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.recipes.inputs.vocabulary import check_tokenizers
@@ -37,7 +44,7 @@ def write_documents(path: Path, texts: list[str]) -> list[str]:
     """A .jsonl of `texts`; returns what is left of them after cleaning."""
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     path.write_text("".join(lines), "utf-8")
-    return [normalise(text) for text in texts]
+    return [normalize_text(text) for text in texts]
 
 
 def prepared_documents(texts: list[str], folder: Path, out: Path):
@@ -53,7 +60,9 @@ def prepared_documents(texts: list[str], folder: Path, out: Path):
 def test_published_vocabularies_on_real_text(kind, real_lines, shared_data, tmp_path):
     """The ids of the original's algorithm, each document with the tokenizer's own end behind it."""
     folder = shared_data(f"vocab/{kind}")
-    texts = [normalise(text) for text in (*real_lines[:40], *real_lines[300:320], real_lines[-1])]
+    texts = [
+        normalize_text(text) for text in (*real_lines[:40], *real_lines[300:320], real_lines[-1])
+    ]
     report, documents = prepared_documents(texts, folder, tmp_path / "out")
     encode = PUBLISHED[kind](folder)
     tokenizer = AutoTokenizer.from_pretrained(report.tokenizer_dir)
@@ -64,7 +73,7 @@ def test_published_vocabularies_on_real_text(kind, real_lines, shared_data, tmp_
 
 
 def test_the_published_bee_on_real_text(real_lines, shared_data, tmp_path):
-    texts = [normalise(text) for text in (*real_lines[:40], *real_lines[300:320], FORGED)]
+    texts = [normalize_text(text) for text in (*real_lines[:40], *real_lines[300:320], FORGED)]
     report, documents = prepared_documents(texts, shared_data("vocab/cpm_bee"), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(report.tokenizer_dir)
     for text, ids in zip(texts, documents, strict=True):
@@ -90,7 +99,7 @@ def small_folder(request, tmp_path, small_sentence_piece) -> Path:
 
 @pytest.mark.parametrize("small_folder", SMALL, indirect=True)
 def test_no_text_forges_an_end_and_the_corpus_keeps_the_tokenizer(small_folder, tmp_path):
-    texts = [normalise(text) for text in (FORGED, "今天天气真好", "hello world, hello")]
+    texts = [normalize_text(text) for text in (FORGED, "今天天气真好", "hello world, hello")]
     report, documents = prepared_documents(texts, small_folder, tmp_path / "out")
     given = AutoTokenizer.from_pretrained(small_folder)
     kept = AutoTokenizer.from_pretrained(report.tokenizer_dir)

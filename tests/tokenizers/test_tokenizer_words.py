@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.tokenizers.longest_match import LongestMatcher, Match
 from bmforge.tokenizers.word_encoder import WordEncoder
-from bmforge.tokenizers.words import WordCutter
+from bmforge.tokenizers.words import WordSegmenter
 
 jieba = pytest.importorskip("jieba", reason="the words to compare with are jieba's")
 pytest.importorskip("rjieba", reason="needs the extra zh")
@@ -40,7 +40,7 @@ def random_text(rng: random.Random, *pools: list[str]) -> str:
 )
 def test_words_are_jiebas(name, pools):
     rng = random.Random(name)
-    cutter = WordCutter()
+    cutter = WordSegmenter()
     for _ in range(500):
         text = random_text(rng, *pools)
         assert cutter.cut(text) == jieba.lcut(text), repr(text)
@@ -49,7 +49,7 @@ def test_words_are_jiebas(name, pools):
 @given(st.text(alphabet=st.characters(min_codepoint=0, max_codepoint=0x1FFFF), max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_any_text_is_cut_as_jieba_does_and_joins_again(text):
-    words = WordCutter().cut(text)
+    words = WordSegmenter().cut(text)
     assert words == jieba.lcut(text)
     assert "".join(words) == text
 
@@ -60,7 +60,7 @@ def test_dictionary_words_of_jieba(shared_data):
     rng = random.Random(0)
     words = [word for word, count in jieba.dt.FREQ.items() if count]
     latin = [word for word in words if not word.isalpha() or word.upper() != word.lower()]
-    cutter = WordCutter()
+    cutter = WordSegmenter()
     for _ in range(500):
         text = random_text(rng, words, latin, [*LATIN])
         assert cutter.cut(text) == jieba.lcut(text), repr(text)
@@ -68,7 +68,7 @@ def test_dictionary_words_of_jieba(shared_data):
 
 def test_without_new_words_it_is_jieba_without_its_model():
     rng = random.Random(1)
-    cutter = WordCutter(new_words=False)
+    cutter = WordSegmenter(new_words=False)
     for _ in range(500):
         text = random_text(rng, [*LATIN], LATIN_WORDS, OTHER, KNOWN, MIXED)
         assert cutter.cut(text) == jieba.lcut(text, HMM=False), repr(text)
@@ -76,7 +76,7 @@ def test_without_new_words_it_is_jieba_without_its_model():
 
 @pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.long)])
 def test_real_lines_are_cut_as_jieba_does(real_lines, every):
-    cutter = WordCutter()
+    cutter = WordSegmenter()
     wrong = [line for line in real_lines[::every] if cutter.cut(line) != jieba.lcut(line)]
     assert not wrong, wrong[:3]
 
@@ -142,7 +142,7 @@ def test_long_tokens_can_be_left_out():
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rjieba", None)
     with pytest.raises(MissingDependencyError, match=r"bmforge\[zh\]"):
-        WordCutter()
+        WordSegmenter()
     monkeypatch.setitem(__import__("sys").modules, "ahocorasick_rs", None)
     with pytest.raises(MissingDependencyError, match=r"bmforge\[zh\]"):
         LongestMatcher({"a": 0})

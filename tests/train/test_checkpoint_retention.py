@@ -24,7 +24,7 @@ from bmforge.train.checkpoint.checkpointer import (
     load_checkpoint,
     save_checkpoint,
 )
-from bmforge.train.checkpoint.write import NoRoomError
+from bmforge.train.checkpoint.write import DiskFullError
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_room_for_as_many_as_are_kept(is_told: bool, tmp_path: Path, monkeypatch
         size = used()
         checkpointer.save(5, nn.Linear(4000, 4000))
         checkpointer.wait()
-        assert isinstance(checkpointer.last_error, NoRoomError)
+        assert isinstance(checkpointer.last_error, DiskFullError)
         if is_told:
             assert re.search(
                 r"0\.065 GB, but only 0\.00\d GB are free", str(checkpointer.last_error)
@@ -208,5 +208,5 @@ def test_a_damaged_one_is_no_reason_to_remove_another(tmp_path: Path, monkeypatc
     with Checkpointer(tmp_path, keep_last=1) as checkpointer:
         checkpointer.save(3, model)
         checkpointer.wait()
-        assert isinstance(checkpointer.last_error, NoRoomError)
+        assert isinstance(checkpointer.last_error, DiskFullError)
     assert [p.name for p in find_checkpoints(tmp_path)] == ["step-00000002", "step-00000001"]

@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import origin_of, set_values_, whole
 from bmforge.compat.bmtrain.runtime import is_initialized
-from bmforge.compress.prune.binarize import Chosen
+from bmforge.compress.prune.binarize import SelectedUnits
 from bmforge.compress.prune.block_hooks import scale_input_
 from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import detach_gates_
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.compress.prune.structure import StructureMethod
 from bmforge.errors import ConfigError
 from bmforge.nn.gates import HardConcrete
@@ -103,13 +103,13 @@ class OwnBlocksMethod(StructureMethod):
             self.handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         return gate
 
-    def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
+    def _plan(self, model: nn.Module, chosen: SelectedUnits) -> PruningPlan:
         layers: dict[str, dict[str, Any]] = {}
         for (name, kind), units in chosen.items():
             value = units if kind in ("heads", "features") else bool(units)
             layers.setdefault(name, {})[kind] = value
         gone = tuple(name for name, parts in layers.items() if not parts.pop("block", True))
-        return PruningPlan({name: Kept(**parts) for name, parts in layers.items()}, gone)
+        return PruningPlan({name: KeptIndices(**parts) for name, parts in layers.items()}, gone)
 
     @torch.no_grad()
     def finish_(self, model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bmforge.compat.bmcook.pruning import pruning_of
 from bmforge.compress.quantize.fake import is_rounding
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import replace_file, replacing
+from bmforge.files import replace_atomically, replace_file
 from bmforge.nn.int8 import quantize_rows
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.parallel import run_on_first
@@ -85,7 +85,7 @@ def _quantised(model: nn.Module) -> list[str]:
 
 
 def _write(path: Path, value: Any) -> None:
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         torch.save(value, file)
 
 

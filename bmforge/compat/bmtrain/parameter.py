@@ -21,7 +21,7 @@ from torch.distributed.tensor import empty as empty_share
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import ConfigError
 from bmforge.parallel.collectives import all_gather, gather_tokens
-from bmforge.shards import laid_out_like, local_box, local_tensor
+from bmforge.shards import local_box, local_tensor, shard_like
 
 __all__ = [
     "DistributedParameter", "Origin", "ParameterInitializer", "all_rows", "full_shape", "gather",
@@ -135,7 +135,7 @@ def make_parameter(data: Tensor, origin: Origin, requires_grad: bool) -> nn.Para
     elif mesh.size() > 1:
         cut = distribute_tensor(data.to(config.device), mesh, [placement], src_data_rank=None)
         # Copy the shard, so that the memory of the full tensor is freed.
-        data = laid_out_like(cut.to_local().clone(), cut)
+        data = shard_like(cut.to_local().clone(), cut)
     else:
         data = data.to(config.device)
     parameter = nn.Parameter(data, requires_grad=requires_grad)
@@ -258,7 +258,7 @@ def share_like(param: Tensor, value: Tensor) -> Tensor:
     if origin is not None and origin.cut > 1:
         value = value.chunk(origin.cut, origin.tp_split_dim)[config["tp_rank"]]
     value = value.to(config.device)
-    return laid_out_like(value[local_box(param).slices].contiguous(), param)
+    return shard_like(value[local_box(param).slices].contiguous(), param)
 
 
 @torch.no_grad()

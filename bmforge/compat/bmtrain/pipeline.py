@@ -24,7 +24,7 @@ from bmforge.compat.bmtrain.runtime import config
 from bmforge.compat.bmtrain.store import allgather_objects
 from bmforge.errors import ShapeError
 from bmforge.parallel.collectives import gather_tokens, take_tokens
-from bmforge.parallel.pipeline.messages import Link, Route, Wire, share_from
+from bmforge.parallel.pipeline.messages import Link, Route, StageMessages, share_from
 from bmforge.parallel.pipeline.schedules import StageMessage, forward_only, write_schedule
 
 __all__ = ["PipelineTransformerBlockList"]
@@ -218,7 +218,7 @@ class _Call:
         schedule, last = owner._schedule, owner.stages - 1
         if not trains:
             schedule = forward_only(schedule, len(self.batches))
-        self.wire = Wire(Route(schedule), owner._link)
+        self.wire = StageMessages(Route(schedule), owner._link)
         for number, batch in enumerate(self.batches):
             leaves = [
                 t.detach().requires_grad_(trains and t.requires_grad) if _is_tensor(t) else t

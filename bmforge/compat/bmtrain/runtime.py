@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from bmforge.compat.bmtrain.streams import STREAM_KEYS, current_stream, new_event
 from bmforge.device import fork_random
 from bmforge.errors import ConfigError, DistributedError, suggest
-from bmforge.host_tuning import tuned_host
+from bmforge.host_tuning import tune_host
 from bmforge.parallel import Layout, World, build_mesh
 from bmforge.parallel import init_distributed as join_world
 from bmforge.parallel.groups import build_device_mesh, flatten_mesh
@@ -238,7 +238,7 @@ def init_distributed(
     topology = Topology(world.rank, pipes, tp_size, world.size)
     config.join(world, {**_describe(topology), **switches}, layout)
     config.host.close()
-    config.host.enter_context(tuned_host(world.device))
+    config.host.enter_context(tune_host(world.device))
     # In its first calls of a function, TorchScript's profiling executor saves other tensors for
     # backward than later, and recomputation in a block would raise an error about the difference.
     config.host.enter_context(torch.jit.optimized_execution(False))

@@ -20,7 +20,7 @@ from bmforge.compat.bmtrain.param_init import sum_plain_gradients_
 from bmforge.compat.bmtrain.parameter import full_shape, share_like
 from bmforge.compat.bmtrain.runtime import config, synchronize
 from bmforge.errors import CheckpointError
-from bmforge.files import replacing
+from bmforge.files import replace_atomically
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 from bmforge.shards import local_tensor
@@ -106,7 +106,7 @@ def _state_on(keeps: bool, collect: Callable[[], State]) -> State:
 
 
 def _write(state: State, path: Path) -> None:
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         torch.save(state, file)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from bmforge.errors import ConfigError, suggest
 from bmforge.logging import get_logger
-from bmforge.recipes.micro_batches import settle_batch
+from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.train.loss_scale import LossScaleConfig
 
 __all__ = ["apply_ds_config", "read_ds_config"]
@@ -156,7 +156,7 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
         usual = type(config)().data.global_batch_size
         data = dataclasses.replace(data, grad_accum_steps=steps, global_batch_size=usual)
         layout.check(world_size)
-        data = settle_batch(dataclasses.replace(config, data=data), world_size)
+        data = resolve_batch(dataclasses.replace(config, data=data), world_size)
     stated, used = settings.get("train_batch_size"), data.global_batch_size
     if stated is not None and stated != used:
         rule = "data.global_batch_size"

@@ -32,7 +32,7 @@ from bmforge.parallel import (
 )
 from bmforge.parallel.tensor.parts import view_here
 from bmforge.parallel.zero import apply_zero_
-from bmforge.records import record_of
+from bmforge.records import parallel_record_of
 from bmforge.surgery import view_parameters_
 from bmforge.train import TrainConfig, Trainer
 from bmforge.train.evaluate import EvalResult, evaluate
@@ -74,7 +74,7 @@ def lay_out_(
     dtype = None if precision == "fp32" else parse_dtype(precision)
     if mesh.size() > layout.tp or dtype is not None:
         apply_zero_(model, (), mesh, zero=layout.zero, dtype=dtype)
-    record = record_of(model)
+    record = parallel_record_of(model)
     record.mesh, record.layout, record.units, record.precision = mesh, layout, (), precision
     return model
 

@@ -13,7 +13,7 @@ from bmforge.compat.openprompt.examples import InputFeatures
 from bmforge.compat.openprompt.wrappers import TokenizerWrapper
 from bmforge.errors import ConfigError
 from bmforge.tune.prompt.generator import encode_target
-from bmforge.tune.prompt.questions import Question, ask_example, lay_questions
+from bmforge.tune.prompt.questions import Question, collate_questions, encode_question
 
 __all__ = ["PromptDataLoader"]
 
@@ -98,11 +98,13 @@ class PromptDataLoader:
                 prompt = encode_target(self._core, example, self._target(example), **options)
                 questions.append(Question([prompt], [], []))
             elif asks:
-                questions.append(ask_example(self._core, self.verbalizer.core, example, **options))
+                questions.append(
+                    encode_question(self._core, self.verbalizer.core, example, **options)
+                )
             else:
                 questions.append(Question([self._core.encode(example, **options)], [], []))
         pad = self._core.tokenizer.pad_id or 0
-        columns = lay_questions(questions, pad)
+        columns = collate_questions(questions, pad)
         features = InputFeatures({n: torch.tensor(values) for n, values in columns.items()})
         if self.teacher_forcing:
             width = features["mask_at"].shape[1]

@@ -14,7 +14,7 @@ from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation import generate
 from bmforge.surgery import evaluating
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
-from bmforge.tune.prompt.call import PositionOutputs, ask_model
+from bmforge.tune.prompt.call import PositionOutputs, run_at_answers
 
 __all__ = ["PromptForClassification", "PromptForGeneration", "PromptModel", "calibrate"]
 
@@ -57,7 +57,7 @@ class PromptModel(nn.Module):
     def look(self, batch: Mapping[str, Any], hidden: bool = True) -> PositionOutputs:
         """Run the model; return its logits and hidden states at the mask positions of a batch."""
         inputs = {name: value for name, value in batch.items() if name not in _BESIDE}
-        outputs = ask_model(self.plm, inputs, inputs.pop("mask_at"), hidden)
+        outputs = run_at_answers(self.plm, inputs, inputs.pop("mask_at"), hidden)
         assert outputs is not None
         return outputs
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmforge.compat.openprompt.models import PromptModel
 from bmforge.compat.openprompt.templates import ManualTemplate
-from bmforge.compat.openprompt.wrappers import as_ours
+from bmforge.compat.openprompt.wrappers import wrap_tokenizer
 from bmforge.errors import ConfigError
 from bmforge.surgery import evaluating
 from bmforge.tune.prompt.search_template import search_templates
@@ -108,7 +108,7 @@ class TemplateGenerator(_Generator):
         ]
         with evaluating(self.model):
             ranked = search_templates(
-                self.model, as_ours(self.tokenizer), self._examples, words,
+                self.model, wrap_tokenizer(self.tokenizer), self._examples, words,
                 beams=self.beam_width, keep=self.beam_width, max_tokens=self.max_length,
             )  # fmt: skip
         parts = [
@@ -163,7 +163,7 @@ class VerbalizerGenerator(_Generator):
 
     def generate(self) -> list[list[str]]:
         """Return sets of label words, the most accurate first."""
-        vocabulary = as_ours(self.tokenizer).get_vocab()
+        vocabulary = wrap_tokenizer(self.tokenizer).get_vocab()
         logits = torch.cat(self._logits).float()
         allowed = [id for token, id in vocabulary.items() if self.is_label_word(token)]
         # A token such as a single space has no text that could be a label word.
@@ -177,7 +177,7 @@ class VerbalizerGenerator(_Generator):
         return [self._words(ids) for ids, _ in ranked]
 
     def _words(self, ids: Sequence[int]) -> list[str]:
-        tokenizer = as_ours(self.tokenizer)
+        tokenizer = wrap_tokenizer(self.tokenizer)
         return [tokenizer.decode([id]).strip() for id in ids]
 
 

@@ -14,11 +14,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from bmforge.compat.openprompt.wrappers import as_ours
+from bmforge.compat.openprompt.wrappers import wrap_tokenizer
 from bmforge.errors import ConfigError
 from bmforge.tune.delta import Prefix
 from bmforge.tune.prompt import Template, read_template
-from bmforge.tune.prompt.prompt_formats import find_asking
+from bmforge.tune.prompt.prompt_formats import find_prompt_format
 from bmforge.tune.prompt.soft import drop_rows_, token_table
 
 __all__ = [
@@ -46,7 +46,7 @@ class _OfWrapper(Template):
         self._mask_token = getattr(wrapper, "mask_token", super().sentinel)
         super().__init__(*args, **options)
         if self.blanks and not wrapper.starts_with_pad:
-            self.asking = replace(self.asking, start_is_blank=True)
+            self.prompt_format = replace(self.prompt_format, start_is_blank=True)
             self._begun = self.blanks
 
     def sentinel(self, number: int) -> str:
@@ -105,16 +105,17 @@ class ManualTemplate(nn.Module):
         if self._wrapper != (settings := (mask, wrapper.starts_with_pad)):
             self._wrapper, self._bound = settings, {}
             self._make = partial(_OfWrapper, wrapper)
-        return self.bind(wrapper.asking)
+        return self.bind(wrapper.prompt_format)
 
-    def bind(self, asking: str, model: Any = None) -> Template:
+    def bind(self, prompt_format: str, model: Any = None) -> Template:
         """Build the equivalent bmforge template.
 
         Args:
-            asking: prompting mode; if "", the mode of the model.
-            model: model that reads the prompts; only needed for soft tokens or without `asking`.
+            prompt_format: prompting mode; if "", the mode of the model.
+            model: model that reads the prompts; only needed for soft tokens or without
+                `prompt_format`.
         """
-        if self._bound and (not asking or self._model is not None):
+        if self._bound and (not prompt_format or self._model is not None):
             core = next(iter(self._bound.values()))
             if core.rows and token_table(self._model).prompt is not core._prompt:
                 raise ConfigError(
@@ -125,15 +126,15 @@ class ManualTemplate(nn.Module):
         if self._model is not None:
             drop_rows_(self._model)
         model = model or self._model
-        if model is not None and not asking:
-            asking = find_asking(model).kind
-        if asking not in self._bound:
+        if model is not None and not prompt_format:
+            prompt_format = find_prompt_format(model).kind
+        if prompt_format not in self._bound:
             stand_in = model or SimpleNamespace(config=None)
-            self._bound[asking] = self._make(
-                self.text, as_ours(self.tokenizer), stand_in,
-                behind="refuse", asking=asking, **self._options,
+            self._bound[prompt_format] = self._make(
+                self.text, wrap_tokenizer(self.tokenizer), stand_in,
+                behind="refuse", prompt_format=prompt_format, **self._options,
             )  # fmt: skip
-        return self._bound[asking]
+        return self._bound[prompt_format]
 
     def fill(self, example: Any) -> Any:
         """Return the example unchanged, as this template adds no fields."""

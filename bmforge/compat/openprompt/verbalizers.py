@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bmforge.compat.openprompt.wrappers import as_ours
+from bmforge.compat.openprompt.wrappers import wrap_tokenizer
 from bmforge.errors import ConfigError
-from bmforge.tune import prompt as ours
+from bmforge.tune import prompt
 from bmforge.tune.prompt.files import read_verbalizer
 
 __all__ = [
@@ -106,7 +106,9 @@ class ManualVerbalizer(nn.Module):
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
         """Build the bmforge verbalizer for label words; subclasses override this method."""
-        return ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join, self.normalize)  # type: ignore[arg-type]
+        return prompt.ManualVerbalizer(
+            rows, wrap_tokenizer(self.tokenizer), self.join, self.normalize
+        )  # type: ignore[arg-type]
 
     def from_file(self, path: str, choice: int = 0) -> Self:
         """Read the label words from a file; return the verbalizer."""
@@ -143,8 +145,8 @@ class KnowledgeableVerbalizer(ManualVerbalizer):
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
         options = self.options
-        return ours.KnowledgeableVerbalizer(
-            rows, as_ours(self.tokenizer), options.get("max_token_split", -1),
+        return prompt.KnowledgeableVerbalizer(
+            rows, wrap_tokenizer(self.tokenizer), options.get("max_token_split", -1),
             options.get("candidate_frac", 0.5), options.get("pred_temp", 1.0),
             join=self.join, normalize=self.normalize,
         )  # fmt: skip
@@ -155,7 +157,7 @@ class One2oneVerbalizer(ManualVerbalizer):
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
         options: Any = {"join": self.join, "normalize": self.normalize}
-        return ours.OneToOneVerbalizer(rows, as_ours(self.tokenizer), **options)
+        return prompt.OneToOneVerbalizer(rows, wrap_tokenizer(self.tokenizer), **options)
 
 
 class _GivenWords(ManualVerbalizer):
@@ -184,7 +186,7 @@ class PTRVerbalizer(_GivenWords):
     """Verbalizer with one word per class at each of several masks."""
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
-        return ours.PTRVerbalizer(rows, as_ours(self.tokenizer), join=self.join)
+        return prompt.PTRVerbalizer(rows, wrap_tokenizer(self.tokenizer), join=self.join)
 
 
 class AutomaticVerbalizer(ManualVerbalizer):
@@ -203,8 +205,8 @@ class AutomaticVerbalizer(ManualVerbalizer):
         super().__init__(tokenizer, **options)
         if self.num_classes is None:
             raise ConfigError("AutomaticVerbalizer needs num_classes= or classes=.")
-        self.core = ours.AutomaticVerbalizer(
-            self.num_classes, as_ours(tokenizer), num_candidates=num_candidates,
+        self.core = prompt.AutomaticVerbalizer(
+            self.num_classes, wrap_tokenizer(tokenizer), num_candidates=num_candidates,
             words_per_class=label_word_num_per_class, score=score_fct, balance=balance,
         )  # fmt: skip
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -234,10 +236,12 @@ class SoftVerbalizer(_OfModel):
     def __init__(self, tokenizer: Any = None, *arguments: Any, **options: Any) -> None:
         super().__init__(tokenizer, *arguments, **options)
         if self.core is None and self.num_classes:
-            self.core = ours.SoftVerbalizer(self.num_classes, as_ours(tokenizer), self._plm[0])
+            self.core = prompt.SoftVerbalizer(
+                self.num_classes, wrap_tokenizer(tokenizer), self._plm[0]
+            )
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
-        return ours.SoftVerbalizer(rows, as_ours(self.tokenizer), self._plm[0])
+        return prompt.SoftVerbalizer(rows, wrap_tokenizer(self.tokenizer), self._plm[0])
 
     @property
     def group_parameters_1(self) -> list[nn.Parameter]:
@@ -256,9 +260,9 @@ class ProtoVerbalizer(_OfModel, _GivenWords):
     def _make(self, rows: list[list[str]]) -> nn.Module:
         words = None
         if self.options.get("multi_verb", "multi") == "multi":
-            words = ours.ManualVerbalizer(rows, as_ours(self.tokenizer), self.join)  # type: ignore[arg-type]
+            words = prompt.ManualVerbalizer(rows, wrap_tokenizer(self.tokenizer), self.join)  # type: ignore[arg-type]
         width = self._plm[0].config.hidden_size
-        return ours.PrototypeVerbalizer(len(rows), width, self.options.get("mid_dim", 64), words)
+        return prompt.PrototypeVerbalizer(len(rows), width, self.options.get("mid_dim", 64), words)
 
     def train_proto(self, model: Any, dataloader: Any, device: Any = None) -> None:
         """Train the class prototypes on a loader's labeled examples."""
@@ -276,7 +280,7 @@ class GenerationVerbalizer(ManualVerbalizer):
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
         rule = bool(self.options.get("is_rule", False))
-        return ours.GenerationVerbalizer(rows, as_ours(self.tokenizer), rule=rule)
+        return prompt.GenerationVerbalizer(rows, wrap_tokenizer(self.tokenizer), rule=rule)
 
     def wrap_one_example(self, example: Any) -> Any:
         """Set the target of an example to the text of its class; return the example."""

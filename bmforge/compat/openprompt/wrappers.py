@@ -14,7 +14,7 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers.base import Tokenizer
 
 __all__ = [
-    "TheirTokenizer", "as_ours", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
+    "TheirTokenizer", "wrap_tokenizer", "CPM2TokenizerWrapper", "LMTokenizerWrapper",
     "MLMTokenizerWrapper", "T5LMTokenizerWrapper", "T5TokenizerWrapper", "TokenizerWrapper",
 ]  # fmt: skip
 
@@ -29,7 +29,7 @@ class TheirTokenizer(Tokenizer):
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.theirs = tokenizer
+        self.hf_tokenizer = tokenizer
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
@@ -46,16 +46,16 @@ class TheirTokenizer(Tokenizer):
         )
 
     def _role_tokens(self) -> Mapping[str, str]:
-        tokens = {role: getattr(self.theirs, f"{role}_token", None) for role in _ROLES}
+        tokens = {role: getattr(self.hf_tokenizer, f"{role}_token", None) for role in _ROLES}
         return {role: token for role, token in tokens.items() if token is not None}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
-        return list(self.theirs.encode(text, add_special_tokens=False))
+        return list(self.hf_tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids to text."""
-        return str(self.theirs.decode(list(ids)))
+        return str(self.hf_tokenizer.decode(list(ids)))
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, or None if the vocabulary lacks the token."""
@@ -63,15 +63,15 @@ class TheirTokenizer(Tokenizer):
 
     def get_vocab(self) -> dict[str, int]:
         """Return the whole vocabulary as a dict from token to id."""
-        return dict(self.theirs.get_vocab())
+        return dict(self.hf_tokenizer.get_vocab())
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
-        return len(self.theirs)
+        return len(self.hf_tokenizer)
 
 
-def as_ours(tokenizer: Any) -> Any:
+def wrap_tokenizer(tokenizer: Any) -> Any:
     """Wrap a tokenizer in bmforge's interface, unless it already has this interface."""
     return tokenizer if isinstance(tokenizer, Tokenizer) else TheirTokenizer(tokenizer)
 
@@ -88,12 +88,12 @@ class TokenizerWrapper:
             ignored.
 
     Attributes:
-        asking: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
+        prompt_format: prompting mode; see `bmforge.tune.prompt.prompt_formats`.
         count_truncated: function that returns the numbers of truncated and of all examples; set by
             the loader.
     """
 
-    asking: ClassVar[str] = ""
+    prompt_format: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -136,9 +136,13 @@ class TokenizerWrapper:
         return InputFeatures(**columns, loss_ids=loss)
 
 
-def _define(name: str, asking: str, models: str) -> type[TokenizerWrapper]:
-    """Create the wrapper class of the prompting mode `asking`; `models` describes its models."""
-    attributes = {"__doc__": f"Wrapper for {models}.", "__module__": __name__, "asking": asking}
+def _define(name: str, prompt_format: str, models: str) -> type[TokenizerWrapper]:
+    """Create the wrapper class of a prompt format; `models` describes its models."""
+    attributes = {
+        "__doc__": f"Wrapper for {models}.",
+        "__module__": __name__,
+        "prompt_format": prompt_format,
+    }
     return type(name, (TokenizerWrapper,), attributes)
 
 

@@ -37,7 +37,7 @@ INTO = "into:"
 
 
 class AttentionInput(NamedTuple):
-    """Inputs of an attention operation; see `nn.attention.mix_values`.
+    """Inputs of an attention operation; see `nn.attention.compute_attention`.
 
     Shape:
         query: (B, N, T, H); key, value: (B, K, S, H); mask: (B or 1, 1, T or 1, S);
@@ -176,12 +176,12 @@ class Recorder:
     def watch_attention_(self, model: nn.Module, name: str) -> None:
         """Record queries, keys, values and mask of an attention module."""
         attn = find_attention(model, name)
-        own = attn.mix
-        attn.mix = noting = partial(_note_mix, self, name, attn.softcap, own)
+        own = attn.attention_fn
+        attn.attention_fn = noting = partial(_note_mix, self, name, attn.softcap, own)
 
         def undo() -> None:
-            if attn.mix is noting:
-                attn.mix = own
+            if attn.attention_fn is noting:
+                attn.attention_fn = own
 
         self._undo.append(undo)
 

@@ -11,7 +11,7 @@ from bmforge.compress.distill.capture import find_attention
 from bmforge.compress.distill.config import DistillConfig, DistillLoss
 from bmforge.compress.distill.maps import find_pairs
 from bmforge.errors import ConfigError
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 
 __all__ = ["check_answers", "check_students_layout", "check_teacher", "relation_heads"]
 
@@ -137,7 +137,7 @@ def check_students_layout(
     student: nn.Module, teacher: nn.Module, config: DistillConfig, has_answers: bool = False
 ) -> None:
     """Raise `ConfigError` if the parallel layout does not support the distillation losses."""
-    record, other = laid_out(student), laid_out(teacher)
+    record, other = find_parallel_record(student), find_parallel_record(teacher)
     is_cut = any(getattr(m, "token_cut", None) is not None for m in student.modules())
     is_cut |= find_head(student, "student").vocab is not None if has_answers else False
     if has_answers and (is_cut or (record is not None and record.pipeline is not None)):

@@ -39,7 +39,7 @@ from bmforge.compress.distill.losses import (
 from bmforge.compress.distill.maps import find_pairs
 from bmforge.compress.distill.outputs import compare_outputs
 from bmforge.compress.distill.tokens import spread_items
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn import HeadInput, LMHead, linear_distillation
 from bmforge.nn.part import tensor_notes
 from bmforge.nn.random_init import init_from_note_
@@ -265,7 +265,7 @@ class Distiller:
     def _weights(self, module_name: str, like: Tensor) -> Tensor:
         """Return the weight of each token, (B, T), on the device of `like`."""
         weights = spread_items(self._mine, self.student, module_name, like.shape)
-        return weights.to(like.device, wide_dtype(like.dtype))
+        return weights.to(like.device, accumulation_dtype(like.dtype))
 
     def _sum_heads(self, part: Tensor, share: int) -> Tensor:
         """Sum a loss over tensor-parallel heads; gradients are those of the local heads."""

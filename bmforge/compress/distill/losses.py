@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from bmforge.compress.distill.capture import AttentionInput
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ShapeError
-from bmforge.nn.softcap import cap_softly
+from bmforge.nn.softcap import apply_softcap
 
 __all__ = [
     "compare_attention",
@@ -51,7 +51,7 @@ def compare_states(student: Tensor, teacher: Tensor, weights: Tensor, form: str)
             f"the teacher have the shape {tuple(teacher.shape)}. Pair modules with the same "
             "tokens; different hidden sizes are supported for models whose config has hidden_size."
         )
-    wide = wide_dtype(student.dtype)
+    wide = accumulation_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
     if form == "cosine":
         return 1 - F.cosine_similarity(student_wide, teacher_wide, dim=-1)
@@ -86,7 +86,7 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
             f"the teacher have the shape {tuple(teacher_values.shape)}. For different sizes use "
             'kind="relation".'
         )
-    wide = wide_dtype(student_values.dtype)
+    wide = accumulation_dtype(student_values.dtype)
     return (student_values.to(wide) - teacher_values.to(wide)).square().sum(-1) / channels
 
 
@@ -162,7 +162,7 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
             f"the logits of the student have the shape {tuple(student.shape)}, but those of the "
             f"teacher have the shape {tuple(teacher.shape)}. Use models with the same classes."
         )
-    wide = wide_dtype(student.dtype)
+    wide = accumulation_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)
     if student_wide.shape[-1] == 1:
         return (student_wide - teacher_wide).square().squeeze(-1)
@@ -191,12 +191,12 @@ def _in_chunks(compare: Callable[[int, int], Tensor], length: int, each: int) ->
 def _log_attention(side: AttentionInput, start: int, stop: int) -> Tensor:
     """Return the log attention probabilities of some queries, (B, N, t, S)."""
     query, key = side.query[:, :, start:stop], side.key
-    wide = wide_dtype(query.dtype)
+    wide = accumulation_dtype(query.dtype)
     times = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(times, 1) if times > 1 else key
     scale = query.shape[-1] ** -0.5 if side.scale is None else side.scale
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
-    scores = cap_softly(scores, side.softcap)
+    scores = apply_softcap(scores, side.softcap)
     if side.bias is not None:
         scores = scores + side.bias[:, :, start:stop]
     return _log_softmax_seen(scores, side, start, stop)
@@ -215,7 +215,7 @@ def _log_softmax_seen(scores: Tensor, side: AttentionInput, start: int, stop: in
 
 def _relate(x: Tensor, side: AttentionInput, start: int, stop: int) -> Tensor:
     """Return the log-softmax of similarities between some tokens and all tokens, (B, A, t, T)."""
-    wide = x.to(wide_dtype(x.dtype))
+    wide = x.to(accumulation_dtype(x.dtype))
     scores = wide[:, :, start:stop] @ wide.transpose(-1, -2) * x.shape[-1] ** -0.5
     return _log_softmax_seen(scores, side, start, stop)
 

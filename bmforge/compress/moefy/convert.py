@@ -108,7 +108,7 @@ def moefy(
         if undo is not None:
             undo()
         raise
-    _carry_out_(model, shares, splits, config)
+    _apply_splits_(model, shares, splits, config)
     report = MoEfyReport({name: split.report for name, split in splits.items()})
     get_logger().info(
         (
@@ -130,7 +130,7 @@ class _Split:
 
 
 @torch.no_grad()
-def _carry_out_(
+def _apply_splits_(
     model: Any, shares: Mapping[str, int], splits: Mapping[str, _Split], config: MoEfyConfig
 ) -> None:
     """Apply the planned splits to the model, in place."""

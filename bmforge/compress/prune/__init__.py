@@ -16,14 +16,14 @@ from bmforge.compress.batches import check_batches
 from bmforge.compress.matrices import warn_of_stacks
 from bmforge.compress.prune.calibrated import prune_by_texts_
 from bmforge.compress.prune.config import PruneConfig
-from bmforge.compress.prune.plan import Kept, PruningPlan
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.compress.prune.shrink import Shrunk, shrink_
 from bmforge.compress.prune.structure import StructureConfig, StructureMethod
 from bmforge.compress.prune.zeros import Zeros, keep_zeros
 from bmforge.errors import ConfigError
 
 __all__ = [
-    "Kept",
+    "KeptIndices",
     "PruningPlan",
     "PruneConfig",
     "Shrunk",

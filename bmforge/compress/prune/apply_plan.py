@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
-from bmforge.compress.prune.sizing import Settled, settle_config, unsupported_fields
-from bmforge.compress.prune.slice_tensors import Picks, fold_block, pick_block, take
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
+from bmforge.compress.prune.sizing import ResolvedModel, settle_config, unsupported_fields
+from bmforge.compress.prune.slice_tensors import Picks, fold_block, kept_indices_of_block, take
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["Shrunk", "carry_out_", "check_plan"]
+__all__ = ["Shrunk", "apply_plan_", "check_plan"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Shrunk:
 
 
 @torch.no_grad()
-def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
+def apply_plan_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrunk:
     """Apply a pruning plan in place; the model may be on the meta device.
 
     The result computes the same as the full model in which all removed heads, features and blocks
@@ -91,7 +91,7 @@ def carry_out_(model: Any, plan: PruningPlan, *, uniform: bool = False) -> Shrun
 
 def check_plan(
     model: Any, plan: PruningPlan, *, uniform: bool = False
-) -> tuple[PruningPlan, Settled, str]:
+) -> tuple[PruningPlan, ResolvedModel, str]:
     """Validate a pruning plan, and build the smaller model on the meta device.
 
     Returns the final plan, the smaller model, and the reason why transformers cannot load it ("" if
@@ -103,7 +103,7 @@ def check_plan(
         uniform: raise an error for sizes that only bmforge can load.
 
     Raises:
-        ConfigError: see `carry_out_`.
+        ConfigError: see `apply_plan_`.
     """
     plan.check(model)
     _check_plain(model, plan)
@@ -157,10 +157,10 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
         stack_blocks = {
             n: b for n, b in stack_blocks.items() if n not in plan.gone and b.attn is not None
         }
-        stack_blocks = {n: b for n, b in stack_blocks.items() if layers.get(n, Kept()).attn}
+        stack_blocks = {n: b for n, b in stack_blocks.items() if layers.get(n, KeptIndices()).attn}
         every = tuple(range(table.shape[1]))
         sets = {
-            n: tuple(layers.get(n, Kept()).heads or every[: _heads(b)])
+            n: tuple(layers.get(n, KeptIndices()).heads or every[: _heads(b)])
             for n, b in stack_blocks.items()
         }
         order: list[int] = []
@@ -176,12 +176,12 @@ def _order_shared_heads(model: Any, plan: PruningPlan) -> PruningPlan:
             if (name in layers and layers[name].heads is not None) or list(heads) != order[
                 : len(heads)
             ]:
-                part = layers.get(name, Kept())
+                part = layers.get(name, KeptIndices())
                 layers[name] = _with_heads(part, tuple(order[: len(heads)]))
     return PruningPlan(layers, plan.gone, plan.hidden)
 
 
-def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
+def _with_heads(part: KeptIndices, heads: tuple[int, ...]) -> KeptIndices:
     """Return a layer's kept indices, with heads and per-head lists in the order of `heads`."""
     old = part.heads or tuple(sorted(heads))
     places = [old.index(head) for head in heads]
@@ -191,7 +191,7 @@ def _with_heads(part: Kept, heads: tuple[int, ...]) -> Kept:
         lists = getattr(part, key)
         if lists is not None and part.query_dims is not None:
             changes[key] = tuple(lists[index] for index in places)
-    return Kept(**{**{f: getattr(part, f) for f in part.__dataclass_fields__}, **changes})
+    return KeptIndices(**{**{f: getattr(part, f) for f in part.__dataclass_fields__}, **changes})
 
 
 def _heads(block: Any) -> int:
@@ -209,7 +209,7 @@ def _shared_biases(model: Any) -> dict[str, Tensor]:
     return tables
 
 
-def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tensor]:
+def _collect(model: Any, settled: ResolvedModel, plan: PruningPlan) -> dict[str, Tensor]:
     """Return a dict from new tensor names to the tensors of the smaller model."""
     picks = _kept_bias_columns(model, settled, plan)
     wide = {} if plan.hidden is None else hidden_dims(model, len(plan.hidden))
@@ -221,8 +221,10 @@ def _collect(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Tenso
         source = name if block is None else f"{settled.sources[block]}.{key}"
         own_picks: Picks = list(picks.get(source, []))
         if block is not None:
-            part = plan.layers.get(settled.sources[block], Kept())
-            own_picks += pick_block(old_blocks[settled.sources[block]], part).get(key, [])
+            part = plan.layers.get(settled.sources[block], KeptIndices())
+            own_picks += kept_indices_of_block(old_blocks[settled.sources[block]], part).get(
+                key, []
+            )
         if stay is not None:
             own_picks += [(dim, stay) for dim in wide[source]]
         value = take(old[source], own_picks)
@@ -248,7 +250,7 @@ def _split_name(name: str, blocks: Mapping[str, str]) -> tuple[str | None, str]:
     return None, name
 
 
-def _kept_bias_columns(model: Any, settled: Settled, plan: PruningPlan) -> dict[str, Picks]:
+def _kept_bias_columns(model: Any, settled: ResolvedModel, plan: PruningPlan) -> dict[str, Picks]:
     """Return a dict from the name of each shared position bias to the columns to keep."""
     picks: dict[str, Picks] = {}
     for stack, table in _shared_biases(model).items():
@@ -312,7 +314,7 @@ def _last_norms(model: Any) -> Sequence[str]:
     return [f"{owner}.weight", f"{owner}.bias"]
 
 
-def _fill_(settled: Settled, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
+def _fill_(settled: ResolvedModel, values: Mapping[str, Tensor], flags: Mapping[str, bool]) -> None:
     """Load tensors into the model on the meta device; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     described = persistent_tensors(settled.model)

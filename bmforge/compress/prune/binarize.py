@@ -11,22 +11,22 @@ from torch import Tensor
 
 from bmforge.compress.prune.costs import Costs
 from bmforge.compress.prune.plan import (
-    Kept,
+    KeptIndices,
     PruningPlan,
     blocks_of,
     heads_per_group,
     kept_groups,
     query_order,
 )
-from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig, wanted_sizes
+from bmforge.compress.prune.structure_config import GATE_KINDS, StructureConfig, requested_sizes
 from bmforge.errors import ConfigError
 from bmforge.nn import AttentionSpec, Block
 from bmforge.surgery import match_glob
 
-__all__ = ["Chosen", "binarize", "open_units", "plan_of_units"]
+__all__ = ["SelectedUnits", "binarize", "open_units", "plan_of_units"]
 
 # (block, kind) -> indices of the kept units
-Chosen = dict[tuple[str, str], tuple[int, ...]]
+SelectedUnits = dict[tuple[str, str], tuple[int, ...]]
 
 
 def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], float]:
@@ -56,7 +56,7 @@ def open_units(model: Any, config: StructureConfig) -> dict[tuple[str, str], flo
             )
         shares["", "hidden"] = config.hidden_size / width
     blocks = blocks_of(model)
-    for glob, sizes in wanted_sizes(model, config).items():
+    for glob, sizes in requested_sizes(model, config).items():
         for name, block in blocks.items():
             if not match_glob(name, glob):
                 continue
@@ -99,7 +99,7 @@ def _rope(model: Any) -> Any:
 
 def binarize(
     model: Any, config: StructureConfig, costs: Costs, likely: Mapping[tuple[str, str], Tensor]
-) -> Chosen:
+) -> SelectedUnits:
     """Prune the units with the lowest gate probability until the target is met.
 
     Raises:
@@ -109,10 +109,12 @@ def binarize(
     shares = open_units(model, config)
     open_now = _order_shared(model, dict(likely))
     if shares:
-        chosen: Chosen = {}
+        chosen: SelectedUnits = {}
         for key, value in open_now.items():
             step = _fewest(key[1], config)
-            count = round(shares[key] * len(value)) if key in shares else _likely_open(value, step)
+            count = (
+                round(shares[key] * len(value)) if key in shares else _expected_open(value, step)
+            )
             groups = _groups(model, key)
             chosen[key] = _best_of_each(value, max(groups, count), groups)
         return chosen
@@ -136,7 +138,7 @@ def binarize(
     return {key: tuple(sorted(numbers)) for key, numbers in left.items()}
 
 
-def _likely_open(value: Tensor, step: int) -> int:
+def _expected_open(value: Tensor, step: int) -> int:
     """Return the expected number of open gates, rounded to a multiple of `step` of at least one."""
     return max(1, int((value.sum() / step).round())) * step
 
@@ -278,7 +280,7 @@ def _order_shared(
     return likely
 
 
-def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
+def plan_of_units(model: Any, chosen: SelectedUnits) -> PruningPlan:
     """Return the pruning plan that keeps the chosen units."""
     layers: dict[str, dict[str, Any]] = {}
     gone, blocks = [], blocks_of(model)
@@ -306,7 +308,7 @@ def plan_of_units(model: Any, chosen: Chosen) -> PruningPlan:
     for name, parts in layers.items():
         _drop_pruned_heads_(blocks[name], parts)
     layer_parts = {
-        name: Kept(**_alone(options, blocks[name].spec.cross_attn is not None))
+        name: KeptIndices(**_alone(options, blocks[name].spec.cross_attn is not None))
         for name, options in layers.items()
         if name not in gone
     }

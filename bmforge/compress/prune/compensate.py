@@ -22,8 +22,8 @@ from torch import Tensor
 from bmforge.compress.calibrate import BlockRun, calibrate_blocks, gather_statistics
 from bmforge.compress.matrices import Matrix
 from bmforge.compress.prune.block_hooks import blend_part_
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of
-from bmforge.compress.prune.slice_tensors import pick_block
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
+from bmforge.compress.prune.slice_tensors import kept_indices_of_block
 from bmforge.compress.statistics import Moments
 from bmforge.nn import Block
 
@@ -86,13 +86,13 @@ def _keep_hidden(before: Tensor, after: Tensor) -> Tensor:
     return before
 
 
-def _has(parts: Kept, half: str) -> bool:
+def _has(parts: KeptIndices, half: str) -> bool:
     return bool(getattr(parts, half, True))
 
 
-def _kept(block: Block, parts: Kept) -> list[tuple[str, Tensor]]:
+def _kept(block: Block, parts: KeptIndices) -> list[tuple[str, Tensor]]:
     """Return (name, kept input columns) of each `o_proj` and `down_proj` that loses inputs."""
-    picks = pick_block(block, parts)
+    picks = kept_indices_of_block(block, parts)
     fits = []
     for name in _LAST:
         half = name.partition(".")[0]

@@ -25,7 +25,7 @@ from bmforge.nn.mlp import MLP
 from bmforge.nn.position import RopeSpec
 from bmforge.nn.random_init import init_from_note_
 
-__all__ = ["Gates", "attach_gates_", "densities", "detach_gates_", "find_gates"]
+__all__ = ["Gates", "attach_gates_", "gate_probabilities", "detach_gates_", "find_gates"]
 
 # (block name, or "" for the whole model; kind) -> gate
 Gates = dict[tuple[str, str], HardConcrete]
@@ -146,7 +146,7 @@ def find_gates(model: nn.Module) -> list[HardConcrete]:
     return [module for module in model.modules() if isinstance(module, HardConcrete)]
 
 
-def densities(gates: Gates) -> dict[tuple[str, str], Tensor]:
+def gate_probabilities(gates: Gates) -> dict[tuple[str, str], Tensor]:
     """Return the probability that each unit of a gate is open, by (block, kind of gate).
 
     The probabilities are differentiable, and do not depend on the parallel layout.

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bmforge.compress.prune.importance import Scores
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, heads_per_group
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of, heads_per_group
 from bmforge.errors import ConfigError
 from bmforge.models.resize import kept_dims
 from bmforge.models.sizes import Sizes
 from bmforge.nn import AttentionSpec, Block, MoESpec
 from bmforge.surgery import match_names
 
-__all__ = ["choose_plan", "nearest_fit", "pick_heads", "shared_scores"]
+__all__ = ["choose_plan", "round_to_unit", "pick_heads", "shared_scores"]
 
 
 def choose_plan(
@@ -69,10 +69,10 @@ def choose_plan(
                 f"hidden_size={hidden_size} must be below the model's {model.config.hidden_size}."
             )
         hidden = _best(scores["", "hidden"], hidden_size)
-    return PruningPlan({n: k for n, k in layers.items() if k != Kept()}, tuple(lost), hidden)
+    return PruningPlan({n: k for n, k in layers.items() if k != KeptIndices()}, tuple(lost), hidden)
 
 
-def nearest_fit(target: int, unit: int, most: int) -> int:
+def round_to_unit(target: int, unit: int, most: int) -> int:
     """Return the multiple of `unit` nearest to `target`, between `unit` and `most`."""
     return max(unit, min(most // unit, round(target / unit)) * unit)
 
@@ -84,7 +84,7 @@ def pick_heads(spec: AttentionSpec, scores: Tensor, num_heads: int, num_kv_heads
         ConfigError: `num_heads` and `num_kv_heads` do not match.
     """
     if num_heads % num_kv_heads or num_heads // num_kv_heads > heads_per_group(spec):
-        fit = nearest_fit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
+        fit = round_to_unit(num_heads, num_kv_heads, num_kv_heads * heads_per_group(spec))
         raise ConfigError(
             f"num_heads={num_heads} does not match num_kv_heads={num_kv_heads} with at most "
             f"{heads_per_group(spec)} query heads each. The nearest valid value is {fit}."
@@ -154,7 +154,9 @@ def shared_scores(model: Any, blocks: Mapping[str, Block], scores: Scores) -> Sc
     return shared
 
 
-def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores) -> Kept:
+def _keep(
+    model: Any, name: str, block: Block, options: dict[str, Any], scores: Scores
+) -> KeptIndices:
     """Return the indices that one layer keeps."""
     parts: dict[str, Any] = {}
     spec = block.spec.attn or block.spec.cross_attn
@@ -169,7 +171,7 @@ def _keep(model: Any, name: str, block: Block, options: dict[str, Any], scores: 
             parts |= _keep_features(name, block, options, scores)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    return Kept(**parts)
+    return KeptIndices(**parts)
 
 
 def _keep_heads(

@@ -15,7 +15,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 
 __all__ = [
-    "both_ways_patterns",
+    "transposable_patterns",
     "cubic_share",
     "keep_2_of_4",
     "keep_2_of_4_both_ways",
@@ -61,7 +61,7 @@ def keep_2_of_4(scores: Tensor) -> Tensor:
     """
     columns = scores.shape[-1]
     if columns % _GROUP:
-        raise ConfigError(_misfit("rows", columns))
+        raise ConfigError(_pattern_mismatch("rows", columns))
     return keep_largest(scores.reshape(-1, _GROUP), 2, by_row=True).view(scores.shape)
 
 
@@ -87,14 +87,14 @@ def keep_2_of_4_both_ways(scores: Tensor, *, exact: bool = True) -> Tensor:
     rows, columns = scores.shape
     for name, size in (("columns", rows), ("rows", columns)):
         if size % _GROUP:
-            raise ConfigError(_misfit(name, size))
+            raise ConfigError(_pattern_mismatch(name, size))
     blocks = scores.view(rows // 4, 4, columns // 4, 4).transpose(1, 2).reshape(-1, 16)
     find = _best_of_90 if exact else _first_that_fit
     mask = torch.cat([find(part) for part in blocks.split(_BLOCKS_AT_ONCE)])
     return mask.view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
 
 
-def _misfit(what: str, size: int) -> str:
+def _pattern_mismatch(what: str, size: int) -> str:
     low, high = size // _GROUP * _GROUP, -(-size // _GROUP) * _GROUP
     near = f"{low} or {high}" if low else f"{high}"
     return (
@@ -104,7 +104,7 @@ def _misfit(what: str, size: int) -> str:
 
 
 @cache
-def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
+def transposable_patterns() -> tuple[tuple[int, ...], ...]:
     """Return the 90 masks of 4 x 4 with two ones in every row and column."""
     rows = [tuple(int(i in pair) for i in range(4)) for pair in combinations(range(4), 2)]
     patterns = []
@@ -117,9 +117,9 @@ def both_ways_patterns() -> tuple[tuple[int, ...], ...]:
 def _best_of_90(blocks: Tensor) -> Tensor:
     """Return the mask with the largest sum of scores for every 4 x 4 block, (blocks, 16).
 
-    Candidates are the 90 masks of `both_ways_patterns`.
+    Candidates are the 90 masks of `transposable_patterns`.
     """
-    patterns = torch.tensor(both_ways_patterns(), dtype=torch.float64, device=blocks.device)
+    patterns = torch.tensor(transposable_patterns(), dtype=torch.float64, device=blocks.device)
     best = (blocks.double() @ patterns.t()).argmax(1)
     return patterns.bool()[best]
 

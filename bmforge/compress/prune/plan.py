@@ -16,11 +16,18 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.nn import Attention, AttentionSpec, Block, MoESpec
 from bmforge.nn.position import RopeSpec
 
-__all__ = ["Kept", "PruningPlan", "blocks_of", "heads_per_group", "kept_groups", "query_order"]
+__all__ = [
+    "KeptIndices",
+    "PruningPlan",
+    "blocks_of",
+    "heads_per_group",
+    "kept_groups",
+    "query_order",
+]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptIndices:
     """Kept indices of one layer, in their new order; None for all.
 
     Args:
@@ -57,7 +64,7 @@ class PruningPlan:
         hidden: kept hidden features; None for all.
     """
 
-    layers: Mapping[str, Kept] = field(default_factory=dict)
+    layers: Mapping[str, KeptIndices] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
     hidden: tuple[int, ...] | None = None
 
@@ -80,7 +87,7 @@ class PruningPlan:
         Raises:
             ConfigError: a field is unknown.
         """
-        field_names = {f.name for f in fields(Kept)}
+        field_names = {f.name for f in fields(KeptIndices)}
         layers = {}
         for name, part in dict(value.get("layers") or {}).items():
             if unknown := sorted(set(part) - field_names):
@@ -88,7 +95,7 @@ class PruningPlan:
                     f"the plan of {name} has the unknown field {unknown[0]!r} (known: "
                     f"{', '.join(sorted(field_names))}).{suggest(unknown[0], field_names)}"
                 )
-            layers[name] = Kept(**{key: _as_tuples(item) for key, item in part.items()})
+            layers[name] = KeptIndices(**{key: _as_tuples(item) for key, item in part.items()})
         hidden = value.get("hidden")
         return cls(layers, tuple(value.get("gone") or ()), _as_tuples(hidden))
 
@@ -118,7 +125,7 @@ class PruningPlan:
                 if name.rpartition(".")[0] == stack
                 and name not in self.gone
                 and block.attn is not None
-                and self.layers.get(name, Kept()).attn
+                and self.layers.get(name, KeptIndices()).attn
             ]
             if not left:
                 problems.append(f"no layer of {stack} would keep its attention")
@@ -173,7 +180,7 @@ def kept_groups(spec: AttentionSpec, heads: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(head // heads_per_group(spec) for head in heads))
 
 
-def _problems(block: Block, part: Kept) -> list[str]:
+def _problems(block: Block, part: KeptIndices) -> list[str]:
     problems = []
     for what, name in (("heads", "attn"), ("cross_heads", "cross_attn")):
         heads, attn = getattr(part, what), getattr(block.spec, name)
@@ -217,7 +224,7 @@ def _head_problems(spec: AttentionSpec, heads: Sequence[int], what: str) -> list
     return []
 
 
-def _dim_problems(block: Block, part: Kept) -> list[str]:
+def _dim_problems(block: Block, part: KeptIndices) -> list[str]:
     spec = block.spec.attn or block.spec.cross_attn
     if spec is None:
         return ["query_dims and value_dims have no effect, because the layer has no attention"]
@@ -252,7 +259,7 @@ def _dim_problems(block: Block, part: Kept) -> list[str]:
     return problems
 
 
-def _feature_problems(block: Block, part: Kept) -> list[str]:
+def _feature_problems(block: Block, part: KeptIndices) -> list[str]:
     spec = block.spec.mlp
     assert spec is not None
     if not isinstance(spec, MoESpec):

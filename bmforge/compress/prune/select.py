@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.masks import keep_2_of_4, keep_2_of_4_both_ways, keep_largest
 from bmforge.device import device_at
-from bmforge.shards import is_first_replica, laid_out_like, local_box, whole_tensor
+from bmforge.shards import is_first_replica, local_box, shard_like, whole_tensor
 
-__all__ = ["Scored", "choose_masks", "mask_matrix", "matrices_in"]
+__all__ = ["ScoredParameter", "choose_masks", "mask_matrix", "matrices_in"]
 
 _HALF_BITS = 16
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredParameter:
     """Parameter with pruning scores of its local shard.
 
     Args:
@@ -61,7 +61,7 @@ def mask_matrix(scores: Tensor, config: PruneConfig, share: float) -> Tensor:
 
 
 def choose_masks(
-    scored: Mapping[str, Scored], names: Sequence[str], config: PruneConfig, share: float
+    scored: Mapping[str, ScoredParameter], names: Sequence[str], config: PruneConfig, share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each parameter and the mask of its local shard.
 
@@ -77,7 +77,7 @@ def choose_masks(
         yield from _choose_globally(scored, names, share)
         return
     for name, entry in scored.items():
-        scores = whole_tensor(laid_out_like(entry.scores, entry.parameter))
+        scores = whole_tensor(shard_like(entry.scores, entry.parameter))
         mask = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
         parts = zip(matrices_in(entry.module, mask), matrices_in(entry.module, scores), strict=True)
         for target, part in parts:
@@ -86,7 +86,7 @@ def choose_masks(
 
 
 def _choose_globally(
-    scored: Mapping[str, Scored], names: Sequence[str], share: float
+    scored: Mapping[str, ScoredParameter], names: Sequence[str], share: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield masks by a global score threshold; ties are broken to prune exactly `share`."""
     counts = _Counts(scored, names)
@@ -120,7 +120,7 @@ class _Counts:
     Comm: an all-reduce per count, and in the constructor one all-reduce of a number per parameter.
     """
 
-    def __init__(self, scored: Mapping[str, Scored], names: Sequence[str]) -> None:
+    def __init__(self, scored: Mapping[str, ScoredParameter], names: Sequence[str]) -> None:
         self._names = names
         self._here = {
             n: entry for n, entry in scored.items() if is_first_replica(entry.parameter, True)
@@ -157,7 +157,11 @@ class _Counts:
 
 
 def _cut_at(
-    scored: Mapping[str, Scored], names: Sequence[str], border: int, left: int, ties: Sequence[int]
+    scored: Mapping[str, ScoredParameter],
+    names: Sequence[str],
+    border: int,
+    left: int,
+    ties: Sequence[int],
 ) -> Iterator[tuple[str, Tensor]]:
     """Prune all weights below the threshold, and the first `left` weights equal to it."""
     for name, count in zip(names, ties, strict=True):
@@ -167,7 +171,7 @@ def _cut_at(
         entry = scored[name]
         keys = _ordered(entry.scores).view(entry.scores.shape)
         if 0 < going < count:
-            full_keys = whole_tensor(laid_out_like(keys, entry.parameter))
+            full_keys = whole_tensor(shard_like(keys, entry.parameter))
             on = (full_keys == border).flatten()
             mask = (full_keys > border) | (on & (on.cumsum(0) > going)).view(full_keys.shape)
             yield name, mask[local_box(entry.parameter).slices].contiguous()

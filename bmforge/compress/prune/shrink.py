@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bmforge.compress.prune.apply_plan import Shrunk, carry_out_, check_plan
+from bmforge.compress.prune.apply_plan import Shrunk, apply_plan_, check_plan
 from bmforge.compress.prune.compensate import reconstruct_
 from bmforge.compress.prune.importance import measure_importance
 from bmforge.compress.prune.make_plan import choose_plan
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
-from bmforge.compress.prune.structure_config import StructureConfig, wanted_sizes
+from bmforge.compress.prune.structure_config import StructureConfig, requested_sizes
 from bmforge.compress.prune.target import plan_for_target
 from bmforge.errors import ConfigError
 from bmforge.surgery import evaluating
@@ -43,7 +43,7 @@ def shrink_(
             then unchanged.
     """
     if isinstance(what, PruningPlan):
-        return carry_out_(model, what, uniform=uniform)
+        return apply_plan_(model, what, uniform=uniform)
     if what.gates:
         raise ConfigError(
             f"gates={what.gates} must be trained. Use StructureMethod in a training run, or "
@@ -55,7 +55,7 @@ def shrink_(
     if what.compensate and batches:
         check_plan(model, plan, uniform=uniform)
         reconstruct_(model, plan, batches)
-    return carry_out_(model, plan, uniform=uniform)
+    return apply_plan_(model, plan, uniform=uniform)
 
 
 def choose_structure(
@@ -79,7 +79,7 @@ def choose_structure(
     return choose_plan(
         model,
         scores,
-        wanted_sizes(model, config),
+        requested_sizes(model, config),
         gone=gone,
         halves={half: count for half, count in counts.items() if count},
         hidden_size=config.hidden_size,

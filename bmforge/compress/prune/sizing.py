@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, kept_groups
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of, kept_groups
 from bmforge.errors import ConfigError
 from bmforge.models.changes import Change
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.nn import Block, MoESpec
 
-__all__ = ["Settled", "unsupported_fields", "settle_config"]
+__all__ = ["ResolvedModel", "unsupported_fields", "settle_config"]
 
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 _FEED = ("intermediate_size", "num_experts", "experts_per_token")
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedModel:
     """Config of a pruned model, and the model on the meta device.
 
     Args:
@@ -40,7 +40,7 @@ class Settled:
     sources: Mapping[str, str]
 
 
-def settle_config(model: Any, plan: PruningPlan) -> Settled:
+def settle_config(model: Any, plan: PruningPlan) -> ResolvedModel:
     """Return the config of the model that a plan produces, and the model on the meta device.
 
     Raises:
@@ -49,7 +49,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
     blocks = blocks_of(model)
     sources = _number_anew(blocks, plan)
     sizes = {
-        name: _sizes_left(blocks[old], plan.layers.get(old, Kept()))
+        name: _sizes_left(blocks[old], plan.layers.get(old, KeptIndices()))
         for name, old in sources.items()
     }
     base = _without_blocks(model.config, blocks, plan)
@@ -58,7 +58,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
         # CPM-Live has a config field for layers without attention or MLP.
         lacking = tuple((not s.attn, not s.intermediate_size) for s in sizes.values())
         base = base.replace(mask_modules=lacking if any(map(any, lacking)) else ())
-    best: Settled | None = None
+    best: ResolvedModel | None = None
     tries = [(n, own) for n in ((*_HEADS, *_FEED), _FEED, _HEADS, ()) for own in (False, True)]
     for names, says_own in tries:
         try:
@@ -75,7 +75,7 @@ def settle_config(model: Any, plan: PruningPlan) -> Settled:
         if getattr(new.spec, "rope", None) != getattr(model.spec, "rope", None):
             continue  # another head size would change the rotary frequencies
         if best is None or len(config.changes) < len(best.config.changes):
-            best = Settled(config, new, sources)
+            best = ResolvedModel(config, new, sources)
     if best is None:
         raise ConfigError(
             f"the config of a {type(model).__name__} has no field for these sizes, because its "
@@ -107,7 +107,7 @@ def _number_anew(blocks: Mapping[str, Block], plan: PruningPlan) -> dict[str, st
     return renamed
 
 
-def _sizes_left(block: Block, part: Kept) -> LayerSizes:
+def _sizes_left(block: Block, part: KeptIndices) -> LayerSizes:
     sizes = sizes_of(block.spec)
     spec = block.spec.attn or block.spec.cross_attn
     heads = part.heads or part.cross_heads

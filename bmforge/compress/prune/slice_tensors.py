@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compress.prune.plan import Kept, heads_per_group, kept_groups
+from bmforge.compress.prune.plan import KeptIndices, heads_per_group, kept_groups
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoESpec
 
-__all__ = ["fold_block", "pick_block", "take"]
+__all__ = ["fold_block", "kept_indices_of_block", "take"]
 
 # List of (dim, kept indices along the dim); for stacked experts the indices are (E, n), one row per
 # expert.
@@ -42,7 +42,7 @@ def take(tensor: Tensor, picks: Picks) -> Tensor:
     return tensor.clone()
 
 
-def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
+def kept_indices_of_block(block: Block, kept_part: KeptIndices) -> dict[str, Picks]:
     """Return a dict from the name of each parameter to slice in a block to the kept indices."""
     picks: dict[str, Picks] = {}
     for part, heads in (("attn", kept_part.heads), ("cross_attn", kept_part.cross_heads)):
@@ -65,7 +65,7 @@ def pick_block(block: Block, kept_part: Kept) -> dict[str, Picks]:
 
 
 def _attention_rows(
-    spec: AttentionSpec, heads: Sequence[int] | None, part: Kept
+    spec: AttentionSpec, heads: Sequence[int] | None, part: KeptIndices
 ) -> dict[str, Tensor]:
     """Return a dict from projection name to kept output rows (for `o_proj`, input columns)."""
     if heads is None and part.query_dims is None:
@@ -100,7 +100,7 @@ def _attention_rows(
     return kept_rows
 
 
-def _expert_picks(part: Kept) -> dict[str, Picks]:
+def _expert_picks(part: KeptIndices) -> dict[str, Picks]:
     """Return a dict from the name of each MoE tensor to the kept experts and features."""
     first: Picks = [] if part.experts is None else [(0, torch.tensor(part.experts))]
     inside = None if part.features is None else torch.tensor(part.features)

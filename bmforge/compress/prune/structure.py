@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.method import MethodBase
-from bmforge.compress.prune.binarize import Chosen, binarize, open_units, plan_of_units
+from bmforge.compress.prune.binarize import SelectedUnits, binarize, open_units, plan_of_units
 from bmforge.compress.prune.costs import Costs, SublayerCost
 from bmforge.compress.prune.gates import (
     Gates,
     attach_gates_,
-    densities,
     detach_gates_,
     find_gates,
     fix_gates_,
+    gate_probabilities,
 )
 from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.shrink import Shrunk, shrink_
 from bmforge.compress.prune.structure_config import StructureConfig
-from bmforge.compress.prune.target import costs_of
+from bmforge.compress.prune.target import block_costs
 from bmforge.errors import ConfigError
 from bmforge.surgery import wrappers_of
 
@@ -78,7 +78,7 @@ class StructureMethod(MethodBase):
             self.shrunk = shrink_(model, self.config, self.batches)
             self.plan = self.shrunk.plan
             return
-        self.costs = costs_of(model, self.config)
+        self.costs = block_costs(model, self.config)
         self.wanted = open_units(model, self.config)
         self.gates = attach_gates_(model, self.config.gates, self.config.seed)
         self._start_(model)
@@ -148,7 +148,7 @@ class StructureMethod(MethodBase):
     def _missed(self, step: int) -> Tensor:
         """Return the sparsity minus its target at this step: a scalar, or one value per layer."""
         grown = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
-        likely = densities(self.gates)
+        likely = gate_probabilities(self.gates)
         if self.wanted:
             parts = [
                 (1 - likely[key].mean()) - grown * (1 - left) for key, left in self.wanted.items()
@@ -171,13 +171,13 @@ class StructureMethod(MethodBase):
     def _fix_(self, model: nn.Module) -> None:
         """Decide which units to keep, and fix the gates accordingly."""
         self._shift_()
-        likely = {key: value.cpu() for key, value in densities(self.gates).items()}
+        likely = {key: value.cpu() for key, value in gate_probabilities(self.gates).items()}
         self.missed = float(self._missed(self.config.warmup_steps).abs().max())
         chosen = binarize(model, self.config, self.costs, likely)
         self.plan = self._plan(model, chosen)
         fix_gates_(chosen, self.gates)
 
-    def _plan(self, model: nn.Module, chosen: Chosen) -> PruningPlan:
+    def _plan(self, model: nn.Module, chosen: SelectedUnits) -> PruningPlan:
         """Return the plan that keeps the chosen units."""
         return plan_of_units(model, chosen)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from bmforge.compress.prune.importance import By
-from bmforge.compress.prune.make_plan import nearest_fit
+from bmforge.compress.prune.make_plan import round_to_unit
 from bmforge.compress.prune.plan import blocks_of
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.models.sizes import Sizes
 
-__all__ = ["GATE_KINDS", "StructureConfig", "Target", "wanted_sizes"]
+__all__ = ["GATE_KINDS", "StructureConfig", "Target", "requested_sizes"]
 
 Target = Literal["sizes", "parameters", "flops", "milliseconds"]
 GATE_KINDS = ("heads", "dims", "features", "attn", "mlp", "block", "hidden")
@@ -133,7 +133,7 @@ class StructureConfig:
         return self.target != "sizes" or is_open
 
 
-def wanted_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
+def requested_sizes(model: Any, config: StructureConfig) -> dict[str, Sizes]:
     """Return a dict from block name to requested sizes; later globs take precedence.
 
     Raises:
@@ -182,5 +182,5 @@ def _check_layout(model: Any, config: StructureConfig) -> None:
         if size and size % config.tensor_parallel and not shares:
             raise ConfigError(
                 f"{name}={size} is not divisible by tp={config.tensor_parallel}. The nearest "
-                f"valid size is {nearest_fit(size, config.tensor_parallel, limit)}."
+                f"valid size is {round_to_unit(size, config.tensor_parallel, limit)}."
             )

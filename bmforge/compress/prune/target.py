@@ -12,17 +12,17 @@ from torch import Tensor
 from bmforge.compress.prune.costs import Costs, count_costs
 from bmforge.compress.prune.importance import Scores
 from bmforge.compress.prune.make_plan import choose_plan, shared_scores
-from bmforge.compress.prune.plan import Kept, PruningPlan, blocks_of, heads_per_group
+from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of, heads_per_group
 from bmforge.compress.prune.structure_config import StructureConfig
 from bmforge.compress.prune.timing import measure_costs
 from bmforge.errors import ConfigError
 from bmforge.models.sizes import Sizes
 from bmforge.nn import Block, MoESpec
 
-__all__ = ["costs_of", "plan_for_target"]
+__all__ = ["block_costs", "plan_for_target"]
 
 
-def costs_of(model: Any, config: StructureConfig) -> Costs:
+def block_costs(model: Any, config: StructureConfig) -> Costs:
     """Return the costs of a model's blocks, in the unit of the config's target."""
     if config.target == "milliseconds":
         return measure_costs(model, config.seq_len)
@@ -37,7 +37,7 @@ def plan_for_target(model: Any, config: StructureConfig, scores: Scores) -> Prun
         ConfigError: the target cannot be reached, as every layer keeps at least one unit of
             each kind.
     """
-    costs = costs_of(model, config)
+    costs = block_costs(model, config)
     limit, blocks = config.keep_ratio * costs.total, blocks_of(model)
     if config.uniform:
         return _uniform_plan(model, config, scores, costs)
@@ -142,7 +142,7 @@ def _plan_of(
         layers.setdefault(name, {})["heads"] = heads
         if spec.cross_attn is not None:
             layers[name]["cross_heads"] = heads
-    return PruningPlan({name: Kept(**options) for name, options in layers.items()})
+    return PruningPlan({name: KeptIndices(**options) for name, options in layers.items()})
 
 
 def _uniform_plan(model: Any, config: StructureConfig, scores: Scores, costs: Costs) -> PruningPlan:

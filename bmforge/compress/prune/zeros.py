@@ -22,7 +22,7 @@ from bmforge.compress.method import MethodBase
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.masks import cubic_share
 from bmforge.compress.prune.movement import Movement
-from bmforge.compress.prune.select import Scored, choose_masks, matrices_in
+from bmforge.compress.prune.select import ScoredParameter, choose_masks, matrices_in
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.shards import local_tensor, put_values_, source_of
@@ -149,7 +149,7 @@ class Zeros(MethodBase):
                 scores = self._movement.scores(name, values).masked_fill(values == 0, -torch.inf)
             module = _module_or_none(model, self._places[name][0])
             assert module is not None
-            scored[name] = Scored(module, parameter, scores)
+            scored[name] = ScoredParameter(module, parameter, scores)
         names = list(self._places)
         for name, mask in choose_masks(scored, names, self.config, share):
             _put_zeros_(scored[name].parameter, mask)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun
 from bmforge.compress.matrices import Matrix
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 
@@ -169,7 +169,7 @@ def widened(block: nn.Module) -> Iterator[None]:
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]
     try:
         for tensor, data in originals:
-            tensor.data = data.to(wide_dtype(data.dtype), copy=True)
+            tensor.data = data.to(accumulation_dtype(data.dtype), copy=True)
         yield
     finally:
         for tensor, data in originals:

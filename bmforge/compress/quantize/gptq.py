@@ -17,7 +17,7 @@ from bmforge.compress.calibrate import BlockRun, by_block, calibrate_blocks
 from bmforge.compress.columns import update_columns
 from bmforge.compress.matrices import Matrix, find_matrices
 from bmforge.compress.quantize.config import QuantizeConfig
-from bmforge.compress.quantize.replace_layers import remember_, store_block_
+from bmforge.compress.quantize.replace_layers import record_quantization_, store_block_
 from bmforge.compress.statistics import Hessian
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
@@ -124,7 +124,7 @@ def quantize_gptq_(
             f"{error} The model is already quantized up to {rounder.done[-1]}. Load the model "
             "again before you retry."
         ) from error
-    remember_(model, specs)
+    record_quantization_(model, specs)
     if rounder.dead:
         get_logger().warning(
             (

@@ -13,7 +13,7 @@ from bmforge.models.changes import Change, apply_change_
 from bmforge.nn.packing import Integers, QuantSpec, pack_matrix
 from bmforge.surgery import match_glob
 
-__all__ = ["as_globs", "by_spec", "remember_", "store_block_"]
+__all__ = ["as_globs", "by_spec", "record_quantization_", "store_block_"]
 
 
 def store_block_(
@@ -22,7 +22,7 @@ def store_block_(
     specs: Mapping[str, QuantSpec],
     integers: Mapping[str, Integers] | None = None,
 ) -> None:
-    """Pack the matrices of a block in place; call `remember_` after the last block.
+    """Pack the matrices of a block in place; call `record_quantization_` after the last block.
 
     Args:
         model: model that contains the matrices.
@@ -51,11 +51,11 @@ def by_spec(specs: Mapping[str, QuantSpec]) -> dict[QuantSpec, list[str]]:
     return names_of_spec
 
 
-def remember_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
+def record_quantization_(model: Any, specs: Mapping[str, QuantSpec]) -> None:
     """Record the quantization of layers in the config of a bmforge model."""
-    if hasattr(model, "remember_part_"):
+    if hasattr(model, "record_part_"):
         for spec, names in by_spec(specs).items():
-            model.remember_part_("quantize", as_globs(model, names), asdict(spec), "")
+            model.record_part_("quantize", as_globs(model, names), asdict(spec), "")
 
 
 def as_globs(model: nn.Module, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from bmforge.compress.calibrate import BlockRun, calibrate_blocks
 from bmforge.compress.quantize.block_error import block_errors
 from bmforge.compress.quantize.config import QuantizeConfig
 from bmforge.compress.quantize.fold import Fold, find_folds, fold_
-from bmforge.compress.quantize.replace_layers import remember_, store_block_
+from bmforge.compress.quantize.replace_layers import record_quantization_, store_block_
 from bmforge.compress.statistics import InputSizes
 from bmforge.logging import get_logger
 from bmforge.nn.packing import Integers, QuantSpec, quantize_groups
@@ -74,7 +74,7 @@ def quantize_scaled_(
     calibrate_blocks(
         model, batches, visit, lambda _: InputSizes(), where=tuple(specs), title="quantize"
     )
-    remember_(model, specs)
+    record_quantization_(model, specs)
     log = get_logger().info if scaled else get_logger().warning
     log(
         "%s: scaled the inputs of %d of %d layers; the others are rounded without scaling",

@@ -8,7 +8,7 @@ and `statistics.py` computes the text statistics that they use. `text_repairs.py
 from __future__ import annotations
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.filter_step import JudgeByRules, clean_documents, explain
+from bmforge.data.clean.filter_step import RuleFilter, clean_documents, explain
 from bmforge.data.clean.rule import Bounds, Rule, RuleSet
 from bmforge.data.clean.rules import RULE_SETS
 from bmforge.data.clean.statistics import TextStatistics
@@ -19,7 +19,7 @@ __all__ = [
     "Rule",
     "RuleSet",
     "RULE_SETS",
-    "JudgeByRules",
+    "RuleFilter",
     "TextStatistics",
     "clean_documents",
     "explain",

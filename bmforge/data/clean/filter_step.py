@@ -13,13 +13,13 @@ from bmforge.data.clean.words import is_chinese, split_chinese_words, split_word
 from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.errors import ConfigError, suggest
 
-__all__ = ["JudgeByRules", "DocumentStep", "clean_documents", "explain"]
+__all__ = ["RuleFilter", "DocumentStep", "clean_documents", "explain"]
 
 DocumentStep = Callable[[Document], Document | Drop]
 
 
 @dataclass(frozen=True)
-class JudgeByRules:
+class RuleFilter:
     """A step that filters documents with the rule sets for their language.
 
     Attributes:
@@ -84,7 +84,7 @@ def explain(document: Document, rules: str = "mixed") -> list[Explained]:
 
     If a rule set removes lines, the next rule set is evaluated on the remaining lines.
     """
-    judge = JudgeByRules(rules)
+    judge = RuleFilter(rules)
     figures, explained = _read(document, document.text), []
     for rule_set in judge.sets_for(document):
         explained += explain_text(figures, rule_set)

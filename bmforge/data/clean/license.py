@@ -12,7 +12,7 @@ from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
 from bmforge.licenses import POLICIES, check_license, license_name, obeys
 
-__all__ = ["ANY_LICENSE", "KeepLicenses", "SetLicense", "check_places", "read_licenses"]
+__all__ = ["ANY_LICENSE", "LicenseFilter", "SetLicense", "check_places", "read_licenses"]
 
 ANY_LICENSE = "any"
 
@@ -82,7 +82,7 @@ class SetLicense:
 
 
 @dataclass(frozen=True)
-class KeepLicenses:
+class LicenseFilter:
     """A step that drops documents whose license a policy does not allow (`licenses.POLICIES`).
 
     Raises:

@@ -82,7 +82,7 @@ _FEWEST_WRAPPED = 3  # minimum number of long lines in a hard-wrapped paragraph
 def drop_boilerplate(text: str) -> str:
     """Return the text of a web page without its boilerplate lines."""
     lines = text.split("\n")
-    grades = [_grade(line) for line in lines]
+    grades = [_classify_line(line) for line in lines]
     if not any(grades):
         return text
     for at in _table_rows(lines):
@@ -102,13 +102,13 @@ def drop_boilerplate(text: str) -> str:
 _MAYBE, _SURE = 1, 2
 
 
-def _grade(line: str) -> int:
+def _classify_line(line: str) -> int:
     """Classify a line: `_SURE` for boilerplate, `_MAYBE` for possible boilerplate, 0 for text."""
     if not line.strip() or len(line) > _LONGEST:
         return 0
     if any(form.search(line) for form in BOILERPLATE.values()):
         return _SURE
-    return _grade_menu(line) or (_MAYBE if _WORDS.search(line) else 0)
+    return _classify_menu(line) or (_MAYBE if _WORDS.search(line) else 0)
 
 
 def _table_rows(lines: list[str]) -> set[int]:
@@ -126,7 +126,7 @@ def _table_rows(lines: list[str]) -> set[int]:
     return rows
 
 
-def _grade_menu(line: str) -> int:
+def _classify_menu(line: str) -> int:
     """Classify a line of short items, which may be a menu, a breadcrumb trail, or a plain list."""
     items = [item for item in _SEPARATORS.split(line.strip()) if item]
     if len(items) < 2 or _CODE_MARKS.search(line):

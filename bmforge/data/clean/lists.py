@@ -15,7 +15,7 @@ from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, MissingDependencyError
 
-__all__ = ["ListedHosts", "ListedWords", "read_list"]
+__all__ = ["HostBlocklist", "WordBlocklist", "read_list"]
 
 
 def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def read_list(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ListedWords:
+class WordBlocklist:
     """A step that drops documents that contain too many words of a blocklist.
 
     Entries with Chinese characters match anywhere, other entries match whole words. Case is
@@ -109,7 +109,7 @@ def _is_in_word(character: str) -> bool:
 
 
 @dataclass(frozen=True)
-class ListedHosts:
+class HostBlocklist:
     """A step that drops documents from the hosts of a blocklist and their subdomains."""
 
     hosts: tuple[str, ...]

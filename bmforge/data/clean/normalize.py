@@ -13,8 +13,8 @@ from bmforge.data.sources.document import Document
 __all__ = [
     "CleanCount",
     "drop_duplicates",
-    "normalise",
-    "normalise_documents",
+    "normalize_text",
+    "normalize_documents",
     "text_digest",
 ]
 
@@ -32,7 +32,7 @@ class CleanCount:
     duplicates: int = 0
 
 
-def normalise(text: str) -> str:
+def normalize_text(text: str) -> str:
     r"""Normalize a text: NFC, ``\n`` line ends, no control characters, no trailing spaces.
 
     Consecutive blank lines become one; blank lines at the beginning and end are removed;
@@ -44,13 +44,13 @@ def normalise(text: str) -> str:
     return _BLANK_LINES.sub("\n\n", text).strip("\n")
 
 
-def normalise_documents(
+def normalize_documents(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
     """Yield the documents with normalized text; empty documents are counted and dropped."""
     count = CleanCount() if count is None else count
     for document in documents:
-        text = normalise(document.text)
+        text = normalize_text(document.text)
         if text:
             yield replace(document, text=text)
         else:

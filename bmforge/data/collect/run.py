@@ -369,7 +369,7 @@ def find_directive(response: Response) -> str:
     """
     for name in ("X-Robots-Tag", "TDM-Reservation", "Content-Usage", "Content-Signal"):
         value = response.headers.get(name.lower(), "")
-        if _forbids(name.lower(), value):
+        if _disallows_indexing(name.lower(), value):
             return f"{name}: {value}"
     for meta in _META.findall(response.body[:_HEAD_BYTES]):
         named, content = _META_ROBOTS.search(meta), _META_CONTENT.search(meta)
@@ -377,7 +377,7 @@ def find_directive(response: Response) -> str:
             content_value = (
                 b"".join(part or b"" for part in content.groups()).decode("latin-1").strip()
             )
-            if _forbids(
+            if _disallows_indexing(
                 "tdm-reservation" if b"tdm-reservation" in meta.lower() else "", content_value
             ):
                 return meta.decode("latin-1")
@@ -389,7 +389,7 @@ def find_directive(response: Response) -> str:
     return ""
 
 
-def _forbids(name: str, value: str) -> bool:
+def _disallows_indexing(name: str, value: str) -> bool:
     if name == "tdm-reservation":
         return value.split(",")[0].strip() == "1"
     return bool(_FORBIDDING.search(value) or _NO_TRAINING.search(value))

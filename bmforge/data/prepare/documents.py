@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.normalize import normalise, text_digest
+from bmforge.data.clean.normalize import normalize_text, text_digest
 from bmforge.data.prepare.engine import Beat, SkippedEntry, StagePart
 from bmforge.data.prepare.funnel import Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed
@@ -68,11 +68,11 @@ class DocumentStage:
 
 
 def _normalise(document: Document) -> Document | Drop:
-    text = normalise(document.text)
+    text = normalize_text(document.text)
     return replace(document, text=text) if text else Drop("empty", 0, 1, "")
 
 
-NORMALISE = DocumentStage("normalise", _normalise)
+NORMALISE = DocumentStage("normalize_text", _normalise)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from bmforge.data.prepare.masks import open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, DataError
 
-__all__ = ["INDEX", "Earlier", "open_earlier", "write_earlier"]
+__all__ = ["INDEX", "EarlierCorpus", "open_earlier", "write_earlier"]
 
 INDEX = "index"  # folder name
 _DIGESTS, _SETTINGS, _NEAR = "digests.bin", "index.json", "near"
@@ -32,7 +32,7 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierCorpus:
     """Index of the texts of an earlier corpus.
 
     Attributes:
@@ -60,7 +60,7 @@ class Earlier:
         return holds
 
 
-def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earlier, ...]:
+def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[EarlierCorpus, ...]:
     """Open the indexes of earlier prepared corpora.
 
     Raises:
@@ -94,7 +94,7 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
                 f"earlier={corpus!r}, which was built with {threshold}. Use the same value, or "
                 "prepare the earlier corpus again."
             )
-        indexes.append(Earlier(folder, digest_file(folder / _SETTINGS)))
+        indexes.append(EarlierCorpus(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)
 
 

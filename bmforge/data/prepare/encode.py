@@ -28,14 +28,21 @@ from bmforge.files import sync_directory
 from bmforge.licenses import UNKNOWN, license_name
 from bmforge.tokenizers import Tokenizer
 
-__all__ = ["DUPLICATE", "SIDES", "Chosen", "EncodeTask", "encode_shard", "training_texts"]
+__all__ = [
+    "DUPLICATE",
+    "SIDES",
+    "DocumentSplit",
+    "EncodeTask",
+    "encode_shard",
+    "training_texts",
+]
 
 DUPLICATE = "duplicate"
 SIDES = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DocumentSplit:
     """Documents of the first stage, and which of them are kept, held out or shortened.
 
     Attributes:
@@ -81,7 +88,7 @@ class EncodeTask:
     """
 
     number: int
-    chosen: Chosen
+    chosen: DocumentSplit
     tokenizer: Tokenizer | Path
     eos_id: int
     folder: Path
@@ -89,7 +96,7 @@ class EncodeTask:
     by: str = "file"
 
 
-def training_texts(chosen: Chosen, train_bytes: int, most_bytes: int) -> Iterator[str]:
+def training_texts(chosen: DocumentSplit, train_bytes: int, most_bytes: int) -> Iterator[str]:
     """Yield the training texts, or a sample if they have more than `most_bytes` in total."""
     limit = min(int(2**64 * most_bytes / max(train_bytes, 1)), 2**64)
     for number in range(len(chosen.counts)):

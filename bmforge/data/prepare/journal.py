@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bmforge.errors import ConfigError
-from bmforge.files import replacing
+from bmforge.files import replace_atomically
 
 __all__ = ["HashedFile", "Journal", "digest_file", "digest_files", "make_key", "write_hashed"]
 
@@ -73,7 +73,7 @@ def write_hashed(path: Path, files: dict[str, str]) -> Iterator[HashedFile]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A worker of a killed run may still be writing, so the name contains this process's id.
     beside = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
-    with replacing(path, beside) as file:
+    with replace_atomically(path, beside) as file:
         hashed = HashedFile(file)
         yield hashed
     files[path.name] = hashed.hexdigest()

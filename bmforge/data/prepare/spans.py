@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
-from bmforge.data.clean.normalize import normalise
+from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.dedup.exact import find_repeated_numbers, locate_paragraphs
 from bmforge.data.dedup.spans import Spans, cut_spans, find_repeated_runs, locate_runs
 from bmforge.data.prepare.documents import read_digests, read_shard
@@ -101,7 +101,7 @@ class Repeats:
 
 def without(document: Document, spans: Spans) -> Document:
     """Return the document with the given spans cut from its text."""
-    return replace(document, text=normalise(cut_spans(document.text, spans)))
+    return replace(document, text=normalize_text(cut_spans(document.text, spans)))
 
 
 def choose_spans(

@@ -21,8 +21,8 @@ from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.prepare.amount_checks import check_any_left, check_unread_members
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
 from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
-from bmforge.data.prepare.earlier_corpora import Earlier, open_earlier
-from bmforge.data.prepare.encode import Chosen, EncodeTask, encode_shard, training_texts
+from bmforge.data.prepare.earlier_corpora import EarlierCorpus, open_earlier
+from bmforge.data.prepare.encode import DocumentSplit, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_files, make_key
 from bmforge.data.prepare.masks import open_mask
@@ -40,7 +40,7 @@ from bmforge.data.prepare.summary import choose_grouping
 from bmforge.data.prepare.tokenize import end_of_text_id, load_tokenizer, train_bpe
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
-from bmforge.host_memory import give_back_memory
+from bmforge.host_memory import trim_memory
 from bmforge.logging import ProgressBar, get_logger
 from bmforge.prepare_settings import PrepareConfig
 from bmforge.tokenizers import Tokenizer
@@ -222,7 +222,7 @@ def run_stages(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained.save_pretrained(folder)
-        give_back_memory()  # training leaves some hundred MB, which the workers need
+        trim_memory()  # training leaves some hundred MB, which the workers need
         return {"files": digest_files(folder)}
 
     results["tokenizer"] = [_once(journal, "tokenizer", keys, make_tokenizer)]
@@ -230,7 +230,7 @@ def run_stages(
     return results
 
 
-def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> Chosen:
+def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]]) -> DocumentSplit:
     """Deduplicate and split the documents; add the stages' results to `results`."""
     journal, keys, config = work.journal, work.keys, work.config
     documents = journal.folder("documents")
@@ -284,11 +284,11 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
             copies["text_bytes"],
         )
     sides = held_out, split["cut"], split["cut_bytes"]
-    return Chosen(documents, counts, mask_path, *sides, drops, repeats)
+    return DocumentSplit(documents, counts, mask_path, *sides, drops, repeats)
 
 
 def _drop_near(
-    counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[Earlier]
+    counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[EarlierCorpus]
 ) -> dict[str, Any]:
     """Find near duplicates among the documents that are not exact duplicates; return the result."""
     journal, keys = work.journal, work.keys
@@ -341,7 +341,7 @@ def _read_documents(plan: ShardPlan, steps: Sequence[DocumentStage], work: _Work
     return _each(work, "documents", make_documents, tasks, "read and clean")
 
 
-def _encode(chosen: Chosen, work: _Work, by: str) -> list[Any]:
+def _encode(chosen: DocumentSplit, work: _Work, by: str) -> list[Any]:
     journal, config = work.journal, work.config
     folder = journal.folder("tokenizer")
     tokenizer = load_tokenizer(folder)

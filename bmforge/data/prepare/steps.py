@@ -8,11 +8,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.clean.filter_step import JudgeByRules
+from bmforge.data.clean.filter_step import RuleFilter
 from bmforge.data.clean.languages import CutParagraphs, DetectLanguage
-from bmforge.data.clean.license import ANY_LICENSE, KeepLicenses, SetLicense, read_licenses
-from bmforge.data.clean.lists import ListedHosts, ListedWords, read_list
-from bmforge.data.clean.normalize import normalise
+from bmforge.data.clean.license import ANY_LICENSE, LicenseFilter, SetLicense, read_licenses
+from bmforge.data.clean.lists import HostBlocklist, WordBlocklist, read_list
+from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.score_files import read_score
 from bmforge.data.clean.text_repairs import TidyText
@@ -34,7 +34,7 @@ def choose_steps(
 ) -> tuple[DocumentStage, ...]:
     """Return the single-document steps in the order of execution, with the user's steps last.
 
-    The encoding repair runs before `normalise`, which would drop control characters of wrongly
+    The encoding repair runs before `normalize_text`, which would drop control characters of wrongly
     decoded text. The other repairs run after language detection, as they depend on the language.
     Filter rules run before private data is masked.
 
@@ -76,10 +76,10 @@ def _source_steps(options: FilterConfig) -> list[DocumentStage]:
         say = SetLicense(read_licenses(options.license))
         steps.append(DocumentStage("license", say, _hash_version(say.version)))
     if options.license_policy != ANY_LICENSE:
-        keep = KeepLicenses(options.license_policy)
+        keep = LicenseFilter(options.license_policy)
         steps.append(DocumentStage("license_policy", keep, _hash_version(keep.version)))
     if options.bad_hosts:
-        hosts = ListedHosts(read_list(options.bad_hosts, "bad_hosts"))
+        hosts = HostBlocklist(read_list(options.bad_hosts, "bad_hosts"))
         steps.append(DocumentStage("bad_hosts", hosts, _hash_version(hosts.version)))
     return steps
 
@@ -101,11 +101,11 @@ def _language_steps(options: FilterConfig) -> list[DocumentStage]:
 
 def _quality_steps(options: FilterConfig) -> list[DocumentStage]:
     """Return the steps that filter documents by quality rules, blocked words and scores."""
-    steps, judge = [], JudgeByRules(options.rules)
+    steps, judge = [], RuleFilter(options.rules)
     if options.rules != "none":
         steps.append(DocumentStage("rules", judge, judge.version))
     if options.bad_words:
-        words = ListedWords(read_list(options.bad_words, "bad_words"))
+        words = WordBlocklist(read_list(options.bad_words, "bad_words"))
         steps.append(DocumentStage("bad_words", words, _hash_version(words.version)))
     for option in options.scores:
         score = read_score(option)
@@ -155,4 +155,8 @@ class _Tidy:
 
     def __call__(self, document: Document) -> Document | Drop:
         tidied = self.tidy(document)
-        return tidied if isinstance(tidied, Drop) else replace(tidied, text=normalise(tidied.text))
+        return (
+            tidied
+            if isinstance(tidied, Drop)
+            else replace(tidied, text=normalize_text(tidied.text))
+        )

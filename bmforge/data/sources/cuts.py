@@ -20,7 +20,7 @@ from bmforge.data.sources.packed import inner_name, packing_of, unpack
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.data.sources.tables import read_parquet
 
-__all__ = ["LineCutter", "Parts", "find_parts", "how_to_cut", "read_part"]
+__all__ = ["LineSplitter", "Parts", "find_parts", "split_kind", "read_part"]
 
 _HEAD_BYTES = 1024
 _CHUNK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     size_bytes: int = 0
 
 
-def how_to_cut(path: Path) -> str:
+def split_kind(path: Path) -> str:
     """Return the kind of positions at which a file can be split, judged by its format.
 
     The result is ``"lines"``, ``"packed"`` (line ends of a compressed file), ``"rows"`` or
@@ -75,7 +75,7 @@ def how_to_cut(path: Path) -> str:
     return "packed" if lines and is_cut_by_bytes(inner) else ""
 
 
-class LineCutter:
+class LineSplitter:
     """Finds the first line end after every `every_bytes` bytes of a stream, chunk by chunk."""
 
     def __init__(self, every_bytes: int) -> None:
@@ -117,7 +117,7 @@ def _kind(path: Path) -> str:
 
 
 def _cut_packed(path: Path, every_bytes: int) -> Parts:
-    cutter = LineCutter(every_bytes)
+    cutter = LineSplitter(every_bytes)
     try:
         with path.open("rb") as file:
             stream = unpack(file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path))
@@ -164,7 +164,7 @@ def read_part(
         begin: start of the range in decompressed bytes, rows, or member positions.
         where: location, with the end of the range and the number of its first line, row or member.
     """
-    how = how_to_cut(path)
+    how = split_kind(path)
     if how == "members":
         yield from read_members(stream, _kind(path), where, options, begin)
         return

@@ -222,7 +222,9 @@ def _decode_intact(
 def _known_labels(labels: Sequence[str]) -> list[str]:
     """Return the supported encodings among the labels; Latin-1, a server's default, comes last."""
     names = [_WEB_LABELS.get(label.lower(), label.lower()) for label in labels]
-    supported = [name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _knows(name)]
+    supported = [
+        name for name in dict.fromkeys(names) if _LABEL.fullmatch(name) and _supports_encoding(name)
+    ]
     return sorted(supported, key=lambda name: name == "cp1252")
 
 
@@ -356,7 +358,7 @@ def _detect_by_library(sample: bytes) -> str:
     detected = ask(sample, html5_compatible=False) or ""
     if re.search(rb"[\x80-\x9f]", sample) or detected == "iso8859-1":
         detected = _WINDOWS.get(detected, detected)  # C1 controls are not text
-    text = decode_beginning(sample, detected) if detected and _knows(detected) else None
+    text = decode_beginning(sample, detected) if detected and _supports_encoding(detected) else None
     return detected if text is not None and detected not in ("utf-8", "ascii") else ""
 
 
@@ -365,7 +367,7 @@ def _hint() -> str:
     return "" if is_installed else " (the extra data, bmforge[data], detects more encodings)"
 
 
-def _knows(name: str) -> bool:
+def _supports_encoding(name: str) -> bool:
     try:
         codecs.lookup(name)
     except LookupError:

@@ -33,7 +33,7 @@ def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, in
                 sizes = [member.file_size for member in zipfile.ZipFile(file).infolist()]
                 return _choose(enumerate(sizes), every_bytes), len(sizes), sum(sizes)
             if kind == "tar":
-                return _choose(_tar_places(file), every_bytes), size, size
+                return _choose(_tar_member_offsets(file), every_bytes), size, size
             places = list(list_records(file))
             total = sum(length for _, length in places)
             return _choose(places, every_bytes), size, total
@@ -57,7 +57,7 @@ def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
     return tuple(cuts)
 
 
-def _tar_places(file: BinaryIO) -> Iterator[tuple[int, int]]:
+def _tar_member_offsets(file: BinaryIO) -> Iterator[tuple[int, int]]:
     with tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if archive.pax_headers:  # global headers apply to all later members

@@ -58,7 +58,7 @@ def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> Bi
         raw = lzma.LZMAFile(stream)  # noqa: SIM115
     else:
         raw = io.BufferedReader(_ZstdReader(stream, name))
-    return io.BufferedReader(_Guarded(raw, stream, most_bytes), _CHUNK_BYTES)  # type: ignore[return-value]
+    return io.BufferedReader(_RatioLimitedStream(raw, stream, most_bytes), _CHUNK_BYTES)  # type: ignore[return-value]
 
 
 def open_unpacked(path: Path) -> BinaryIO:
@@ -68,7 +68,7 @@ def open_unpacked(path: Path) -> BinaryIO:
     return unpack(file, packing, str(path)) if packing else file  # type: ignore[return-value]
 
 
-class _Guarded(io.RawIOBase):
+class _RatioLimitedStream(io.RawIOBase):
     """Decompressed stream that fails if its output is implausibly large for its input."""
 
     def __init__(self, unpacked: Any, packed: BinaryIO, most_bytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.pdf_order import PlacedLine, order_lines
+from bmforge.data.sources.pdf_order import LineBox, order_lines
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -84,7 +84,7 @@ def _read_page(page: Any) -> str:
     return str(page.get_text_bounded().replace("\r\n", "\n"))
 
 
-def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
+def _place(page: Any, begin: int, text: str) -> Iterator[LineBox]:
     """Yield a line with its bounding box; a line that spans two columns is split.
 
     `begin` is the index of the first character of `text` among the characters of the page.
@@ -102,7 +102,7 @@ def _place(page: Any, begin: int, text: str) -> Iterator[PlacedLine]:
         (left, bottom, _, top), (_, low, right, high) = boxes[start][0], boxes[at - 1][1]
         end = words[at].start() if at < len(words) else len(text)
         line_text = text[words[start].start() : end].rstrip(" ")
-        yield PlacedLine(line_text, left, min(bottom, low), right, max(top, high))
+        yield LineBox(line_text, left, min(bottom, low), right, max(top, high))
         start = at
 
 

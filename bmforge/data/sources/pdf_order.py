@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["PlacedLine", "order_lines"]
+__all__ = ["LineBox", "order_lines"]
 
 _LOOK_BACK = 8  # previous lines searched for one in the same column
 _UPWARD = 0.1  # maximum share of lines above the previous line of their column
@@ -25,7 +25,7 @@ _FULL = 0.6  # minimum share of the column width that prose lines fill; table ce
 _PROSE = 18  # minimum mean length of prose lines, in characters
 
 
-class PlacedLine(NamedTuple):
+class LineBox(NamedTuple):
     """A line and its bounding box; `bottom` is less than `top`, as PDF's y axis points up."""
 
     text: str
@@ -35,7 +35,7 @@ class PlacedLine(NamedTuple):
     top: float
 
 
-def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
+def order_lines(lines: Sequence[LineBox]) -> list[LineBox]:
     """Return the lines in reading order: in file order if plausible, else sorted by position."""
     upward = sum(_goes_up(lines, at) for at in range(1, len(lines)))
     if upward > max(2, _UPWARD * len(lines)) or _is_drawn_by_rows(lines):
@@ -43,7 +43,7 @@ def order_lines(lines: Sequence[PlacedLine]) -> list[PlacedLine]:
     return list(lines)
 
 
-def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
+def _is_drawn_by_rows(lines: Sequence[LineBox]) -> bool:
     """Return True if the lines of two columns alternate in the file: left, right, left, right.
 
     A table has the same order, but its cells are short, or do not reach the end of their column.
@@ -61,19 +61,19 @@ def _is_drawn_by_rows(lines: Sequence[PlacedLine]) -> bool:
     return all(map(_is_prose, sides))
 
 
-def _share_row(first: PlacedLine, second: PlacedLine) -> bool:
+def _share_row(first: LineBox, second: LineBox) -> bool:
     common = min(first.top, second.top) - max(first.bottom, second.bottom)
     return common > 0.5 * min(first.top - first.bottom, second.top - second.bottom)
 
 
-def _is_prose(column: Sequence[PlacedLine]) -> bool:
+def _is_prose(column: Sequence[LineBox]) -> bool:
     left, right = min(line.left for line in column), max(line.right for line in column)
     full = sum(line.right - line.left >= 0.75 * (right - left) for line in column)
     letters = sum(len(line.text) for line in column)
     return full >= _FULL * len(column) and letters >= _PROSE * len(column)
 
 
-def _goes_up(lines: Sequence[PlacedLine], at: int) -> bool:
+def _goes_up(lines: Sequence[LineBox], at: int) -> bool:
     """Return True if a line is above the previous line of its column."""
     line = lines[at]
     for before in reversed(lines[max(0, at - _LOOK_BACK) : at]):
@@ -82,17 +82,17 @@ def _goes_up(lines: Sequence[PlacedLine], at: int) -> bool:
     return False
 
 
-def _share_column(first: PlacedLine, second: PlacedLine) -> bool:
+def _share_column(first: LineBox, second: LineBox) -> bool:
     common = min(first.right, second.right) - max(first.left, second.left)
     return common > 0.5 * min(first.right - first.left, second.right - second.left)
 
 
-def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
+def _cut_page(lines: list[LineBox]) -> list[LineBox]:
     """Sort lines column by column, and the blocks of a column from top to bottom.
 
     A stack is used instead of recursion, as a page may have thousands of lines.
     """
-    ordered: list[PlacedLine] = []
+    ordered: list[LineBox] = []
     waiting = [lines]
     while waiting:
         block = waiting.pop()
@@ -112,7 +112,7 @@ def _cut_page(lines: list[PlacedLine]) -> list[PlacedLine]:
     return ordered
 
 
-def _is_gutter(block: list[PlacedLine], x: float) -> bool:
+def _is_gutter(block: list[LineBox], x: float) -> bool:
     """Return True if a gap lies between two columns, that is, has several lines on both sides."""
     return min(sum(b.left < x for b in block), sum(b.left >= x for b in block)) > 1
 

@@ -124,12 +124,12 @@ def read_page_text(raw: bytes) -> str:
     except DataError:
         parts.clear()
         hidden = 0
-        _HtmlWalker(begin, end, text).walk(raw.decode("utf-8", "replace"))
+        _HtmlParser(begin, end, text).walk(raw.decode("utf-8", "replace"))
     lines = (" ".join(line.split()) for line in "".join(parts).split("\n"))
     return "\n".join(line for line in lines if line)
 
 
-class _HtmlWalker(HTMLParser):
+class _HtmlParser(HTMLParser):
     """HTML parser with the same callbacks as `walk_xml`, for malformed XHTML."""
 
     def __init__(

@@ -22,7 +22,7 @@ from bmforge.data.sources.document import Document
 from bmforge.data.store.sharded import ShardedStore
 from bmforge.data.store.token_store import TokenStore
 from bmforge.errors import DataError
-from bmforge.files import replacing
+from bmforge.files import replace_atomically
 
 __all__ = [
     "NAMED",
@@ -76,7 +76,7 @@ class Columns:
     def write(self, prefix: str | os.PathLike[str]) -> None:
         """Write ``PREFIX.doc`` to a temporary file, and rename it when it is complete."""
         head = {"format": _FORMAT, "documents": len(self), "names": dict(self.names)}
-        with replacing(columns_path(prefix)) as file:
+        with replace_atomically(columns_path(prefix)) as file:
             file.write(json.dumps(head, ensure_ascii=False).encode() + b"\n")
             file.write(self.rows.tobytes())
 

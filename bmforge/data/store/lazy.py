@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["JoinedArray", "LazyArray", "PickedArray"]
+__all__ = ["ConcatenatedArray", "LazyArray", "GatheredArray"]
 
 
 class LazyArray(ABC):
@@ -97,7 +97,7 @@ class LazyArray(ABC):
         return self._slice(0, len(self)).astype(dtype or self.dtype)
 
 
-class JoinedArray(LazyArray):
+class ConcatenatedArray(LazyArray):
     """Lazy concatenation of several arrays.
 
     Args:
@@ -125,7 +125,7 @@ class JoinedArray(LazyArray):
         return plain + offset if offset else plain
 
 
-class PickedArray(LazyArray):
+class GatheredArray(LazyArray):
     """Lazy concatenation of spans of one array; adjacent spans are merged.
 
     Args:

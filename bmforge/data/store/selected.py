@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.data.store.lazy import PickedArray
+from bmforge.data.store.lazy import GatheredArray
 from bmforge.data.store.token_store import TokenStore
 
 __all__ = ["SelectedStore"]
@@ -30,14 +30,14 @@ class SelectedStore(TokenStore):
         spans = np.fromiter(edges, dtype=np.int64).reshape(-1, 2)
         self._spans = spans[mask]
         sizes = self._spans[:, 1] - self._spans[:, 0]
-        self.tokens: Any = PickedArray(store.tokens, self._spans)
+        self.tokens: Any = GatheredArray(store.tokens, self._spans)
         self.sizes: Any = sizes
         self.pointers: Any = (np.cumsum(sizes) - sizes) * self.dtype.itemsize
         self.doc_idx: Any = np.arange(len(sizes) + 1, dtype=np.int64)
 
     def map_for_random_access(self) -> Any:
         """Return a second memory mapping of `tokens`, for reading short spans in random order."""
-        return PickedArray(self._store.map_for_random_access(), self._spans)
+        return GatheredArray(self._store.map_for_random_access(), self._spans)
 
     def documents(self) -> Iterator[tuple[int, int]]:
         """Yield the token range of each document: first token, and one past its last."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bmforge.data.store.lazy import JoinedArray
+from bmforge.data.store.lazy import ConcatenatedArray
 from bmforge.data.store.token_store import TokenStore, store_paths
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
@@ -101,21 +101,23 @@ class ShardedStore(TokenStore):
         self.prefix = Path(prefix)
         self.shards = _open_all(shards_path(prefix))
         self.dtype = np.result_type(*(store.dtype for store in self.shards))
-        self.tokens: Any = JoinedArray([store.tokens for store in self.shards], self.dtype)
-        self.sizes: Any = JoinedArray([store.sizes for store in self.shards], np.int32)
+        self.tokens: Any = ConcatenatedArray([store.tokens for store in self.shards], self.dtype)
+        self.sizes: Any = ConcatenatedArray([store.sizes for store in self.shards], np.int32)
         before = [0, *accumulate(store.num_tokens for store in self.shards)]
         self.pointers: Any = _Pointers(self.shards, before, self.dtype.itemsize)
         first = [0, *accumulate(len(store) for store in self.shards)]
         marks = [_marks(store) for store in self.shards]
         parts = [marks[0], *(part[1:] for part in marks[1:])]
-        self.doc_idx: Any = JoinedArray(parts, np.int64, first[:-1])
+        self.doc_idx: Any = ConcatenatedArray(parts, np.int64, first[:-1])
 
     def map_for_random_access(self) -> Any:
         """Return a second memory mapping of `tokens`, for reading short spans in random order."""
-        return JoinedArray([store.map_for_random_access() for store in self.shards], self.dtype)
+        return ConcatenatedArray(
+            [store.map_for_random_access() for store in self.shards], self.dtype
+        )
 
 
-class _Pointers(JoinedArray):
+class _Pointers(ConcatenatedArray):
     """Byte offsets of all sequences, as if all shards' tokens were concatenated in one dtype."""
 
     def __init__(self, stores: Sequence[TokenStore], before: Sequence[int], width: int) -> None:

@@ -151,11 +151,11 @@ def loose_f1(predicted: Sequence[str], labels: Sequence[str], sep: str = "-") ->
     """
     _check_pairs(predicted, labels)
 
-    def above(name: str) -> set[str]:
+    def ancestor_types(name: str) -> set[str]:
         parts = name.split(sep)
         return {sep.join(parts[:count]) for count in range(1, len(parts) + 1)}
 
-    pairs = [(above(p), above(w)) for p, w in zip(predicted, labels, strict=True)]
+    pairs = [(ancestor_types(p), ancestor_types(w)) for p, w in zip(predicted, labels, strict=True)]
     right = sum(len(p & w) for p, w in pairs)
     micro = 2 * right / sum(len(p) + len(w) for p, w in pairs)
     precision = sum(len(p & w) / len(p) for p, w in pairs) / len(pairs)

@@ -12,7 +12,7 @@ from torch import nn
 from bmforge.device import device_size_bytes, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
-from bmforge.infer.engine.divide import DeviceRoom, Divided, divide_blocks
+from bmforge.infer.engine.divide import BlockAssignment, DeviceMemory, divide_blocks
 from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.packed_step import can_pack
 from bmforge.infer.engine.request import RequestsConfig
@@ -50,7 +50,7 @@ class EngineConfig:
             system's temporary directory).
         stream_experts: read experts from the directory when the router chooses them, and cache
             the most recently used; everything else is resident. Gradients are not supported.
-        beside_bytes: part of the budget reserved for adapters that are attached later.
+        adapter_bytes: part of the budget reserved for adapters that are attached later.
         only_requests: plan memory for batched requests only, as in a server. Their prompts are
             computed in chunks of `requests.max_num_batched_tokens`, so the largest step needs much
             less memory than `max_rows` whole prompts; `generate` and other calls then accept one
@@ -62,7 +62,7 @@ class EngineConfig:
     max_tokens: int | None = None
     spill_directory: Path | None = None
     stream_experts: bool = False
-    beside_bytes: int = 0
+    adapter_bytes: int = 0
     only_requests: bool = False
     requests: RequestsConfig = field(default_factory=RequestsConfig)
 
@@ -73,8 +73,10 @@ class EngineConfig:
                 f"EngineConfig is out of range: max_rows={self.max_rows} (at least 1), "
                 f"max_tokens={self.max_tokens} (at least 2, or None for the default)."
             )
-        if self.beside_bytes < 0:
-            raise ConfigError(f"EngineConfig: beside_bytes={self.beside_bytes} must be at least 0.")
+        if self.adapter_bytes < 0:
+            raise ConfigError(
+                f"EngineConfig: adapter_bytes={self.adapter_bytes} must be at least 0."
+            )
 
     def tokens_of(self, model: nn.Module) -> int:
         """Return the maximum sequence length for a model, in tokens."""
@@ -128,12 +130,12 @@ def plan_memory(
     """
     budgets = check_budgets(devices, device_budget_bytes, host_budget_bytes)
     blocks = {unit.name: unit.module for unit in units_of(model) if unit.is_block}
-    tokens, beside = config.tokens_of(model), config.beside_bytes
+    tokens, beside = config.tokens_of(model), config.adapter_bytes
     work = config.workspace_of(model)
     work = Workspace(work.cache_bytes, int(_SLACK * work.step_bytes))
     both = work.cache_bytes + work.step_bytes
     rooms = [
-        DeviceRoom(device, budget - beside, runtime_bytes(model, both, device))
+        DeviceMemory(device, budget - beside, runtime_bytes(model, both, device))
         for device, budget in zip(devices, budgets, strict=True)
     ]
     if config.stream_experts:
@@ -146,7 +148,7 @@ def plan_memory(
     least = divided.smallest_bytes + beside
     first, *others = (
         replace(device_plan, budget_bytes=device_plan.budget_bytes + beside, smallest_bytes=least,
-                beside_bytes=beside)
+                adapter_bytes=beside)
         for device_plan in divided.plan.each()
     )  # fmt: skip
     return replace(first, others=tuple(others))
@@ -171,7 +173,7 @@ def plan_weights(
     Raises:
         ConfigError: the limit is too small; the message names the smallest sufficient one.
     """
-    room, nothing = DeviceRoom(device, limit_bytes), Workspace(0, 0)
+    room, nothing = DeviceMemory(device, limit_bytes), Workspace(0, 0)
     divided = divide_blocks(model, blocks, [room], None, nothing)
     if divided.plan is None:
         smallest, fixed = divided.smallest_bytes, divided.outside_bytes
@@ -184,8 +186,11 @@ def plan_weights(
 
 
 def _plan_experts(
-    model: nn.Module, blocks: Mapping[str, nn.Module], rooms: Sequence[DeviceRoom], work: Workspace
-) -> Divided:
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    rooms: Sequence[DeviceMemory],
+    work: Workspace,
+) -> BlockAssignment:
     """Plan as `divide_blocks` does, but only experts are streamed; all other weights are resident.
 
     Raises:
@@ -212,12 +217,12 @@ def _plan_experts(
     num_slots = min(count, (room.room_bytes - other_bytes) // slot_bytes)
     smallest = other_bytes + LEAST_EXPERTS * slot_bytes
     if num_slots < LEAST_EXPERTS:
-        return Divided(None, smallest, fixed)
+        return BlockAssignment(None, smallest, fixed)
     plan = MemoryPlan(
         room.device, room.room_bytes, smallest, fixed, 0, work.cache_bytes, work.step_bytes,
         room.runtime_bytes, tuple(blocks), (), (), 0, num_slots * slot_bytes,
     )  # fmt: skip
-    return Divided(plan, smallest, fixed)
+    return BlockAssignment(plan, smallest, fixed)
 
 
 def _name_given(
@@ -230,7 +235,7 @@ def _name_given(
 
 
 def _too_small(
-    budget: str, count: int, divided: Divided, beside: int, work: Workspace, tokens: int
+    budget: str, count: int, divided: BlockAssignment, beside: int, work: Workspace, tokens: int
 ) -> str:
     smallest = divided.smallest_bytes + beside
     enough = "is the smallest that works" if count == 1 else "on every device is enough"

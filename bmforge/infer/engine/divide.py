@@ -16,16 +16,16 @@ from bmforge.infer.engine.memory_plan import MemoryPlan
 from bmforge.infer.engine.workspace import Workspace
 from bmforge.memory.copies import staging_bytes
 from bmforge.memory.packed import packed_bytes
-from bmforge.memory.resident import NUM_SLOTS, choose_resident, smallest_room
+from bmforge.memory.resident import NUM_SLOTS, choose_resident, min_resident_bytes
 from bmforge.memory.streaming import Stays
 from bmforge.surgery import persistent_tensors, shared_tensors
 from bmforge.tune.delta.attached import delta_tensors
 
-__all__ = ["Divided", "DeviceRoom", "divide_blocks", "find_staying"]
+__all__ = ["BlockAssignment", "DeviceMemory", "divide_blocks", "find_staying"]
 
 
 @dataclass(frozen=True)
-class DeviceRoom:
+class DeviceMemory:
     """Memory budget of one device.
 
     Args:
@@ -40,7 +40,7 @@ class DeviceRoom:
 
 
 @dataclass(frozen=True)
-class Divided:
+class BlockAssignment:
     """Result of `divide_blocks`.
 
     Args:
@@ -84,10 +84,10 @@ def find_staying(model: nn.Module) -> Stays:
 def divide_blocks(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
-    rooms: Sequence[DeviceRoom],
+    rooms: Sequence[DeviceMemory],
     host_budget_bytes: int | None,
     work: Workspace,
-) -> Divided:
+) -> BlockAssignment:
     """Assign a model's blocks to one or several devices.
 
     Tensors outside of blocks are on the first device. Every device reserves memory for the largest
@@ -126,19 +126,19 @@ def divide_blocks(
     smallest = results[0][1]
     if len(rooms) > 1:  # the division depends on the budgets; this bound suffices for any division
         sizes = [[block.moving for block in stack] for stack in stacks]
-        smallest = max(needs) + staying + work.cache_bytes + smallest_room(sizes)
+        smallest = max(needs) + staying + work.cache_bytes + min_resident_bytes(sizes)
     if len(plans) < len(results):
-        return Divided(None, smallest, outside + staying)
+        return BlockAssignment(None, smallest, outside + staying)
     smallest = min(smallest, max(room.room_bytes for room in rooms))
     first, *others = _fill_host(plans, stacks, _host_room(rooms, plans, host_budget_bytes))
     first = replace(first, smallest_bytes=smallest, others=tuple(others))
-    return Divided(first, smallest, outside + staying)
+    return BlockAssignment(first, smallest, outside + staying)
 
 
 def _plan_device(
     own: Sequence[_Stack],
     stacks: Sequence[_Stack],
-    room: DeviceRoom,
+    room: DeviceMemory,
     outside: int,
     work: Workspace,
 ) -> tuple[MemoryPlan | None, int]:
@@ -150,7 +150,7 @@ def _plan_device(
     fixed = outside + sum(block.staying for stack in own for block in stack)
     cache_bytes = _share_of(work.cache_bytes, own, stacks)
     other_bytes = fixed + cache_bytes + work.step_bytes + room.runtime_bytes
-    smallest = other_bytes + smallest_room(sizes)
+    smallest = other_bytes + min_resident_bytes(sizes)
     resident_ids = choose_resident(sizes, room.room_bytes - other_bytes)
     if resident_ids is None:
         return None, smallest
@@ -193,7 +193,7 @@ def _share_out(
     loose = [block.name for block in order if not block.is_bound]
     free = [free[0] - sum(sizes[name] for name in bound), *free[1:]]
     amounts = [sizes[name] for name in loose]
-    numbers = _fill_devices(amounts, free) or _divide_by_room(amounts, free)
+    numbers = _fill_devices(amounts, free) or _divide_by_memory(amounts, free)
     shares: list[set[str]] = [set() for _ in free]
     shares[0] |= bound
     for name, number in zip(loose, numbers, strict=True):
@@ -216,7 +216,7 @@ def _fill_devices(sizes: Sequence[int], free: Sequence[int]) -> list[int] | None
     return numbers
 
 
-def _divide_by_room(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
+def _divide_by_memory(sizes: Sequence[int], free: Sequence[int]) -> list[int]:
     """Return the device index of each block, in proportion to the devices' memory."""
     ends = list(accumulate(max(0, room) for room in free))
     behind = list(accumulate(sizes))
@@ -259,7 +259,7 @@ def _find_stacks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list
 
 
 def _host_room(
-    rooms: Sequence[DeviceRoom], plans: Sequence[MemoryPlan], budget_bytes: int | None
+    rooms: Sequence[DeviceMemory], plans: Sequence[MemoryPlan], budget_bytes: int | None
 ) -> int:
     """Return the number of bytes of host memory available for caching streamed blocks."""
     if budget_bytes is not None:

@@ -22,7 +22,7 @@ from bmforge.infer.engine.budget import EngineConfig
 from bmforge.infer.engine.packed_step import PackedStep, can_pack
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.scheduler import Sequence, SequenceChunk
-from bmforge.infer.engine.speculate import GUESSED_LATER
+from bmforge.infer.engine.speculate import DRAFT_PLACEHOLDER
 from bmforge.memory.packed import packed_bytes
 from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
@@ -106,9 +106,9 @@ class Draft:
         self._step = PackedStep(model, total_pages)
         self._known: dict[Sequence, int] = {}
 
-    def look_again(self) -> None:
+    def check_for_changes(self) -> None:
         """Request that the next step checks whether the draft model has changed."""
-        self._step.look_again()
+        self._step.check_for_changes()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page of the draft's KV cache."""
@@ -122,7 +122,7 @@ class Draft:
         guessed: dict[int, list[int]] = {}
         rows, tokens, last_counts = [], [], []
         for number, part in enumerate(parts):
-            later, sequence = GUESSED_LATER in part.guessed, part.sequence
+            later, sequence = DRAFT_PLACEHOLDER in part.guessed, part.sequence
             start = min(self._known.setdefault(sequence, part.start), part.start)
             end = part.end - len(part.guessed)
             if not later and part.is_last:

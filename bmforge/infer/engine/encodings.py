@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_states
-from bmforge.infer.engine.packed_step import shares_passes
+from bmforge.infer.engine.packed_step import can_batch_sequences
 from bmforge.infer.engine.tasks import EngineTask
 from bmforge.surgery import evaluating
 from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
@@ -123,7 +123,7 @@ class Encodings:
 
     def _count(self, kind: tuple[tuple[str, torch.Size], ...]) -> int:
         """Return the batch size for inputs whose arguments have the names and shapes in `kind`."""
-        if not shares_passes(self._model):
+        if not can_batch_sequences(self._model):
             return 1
         rows, tokens = self._most
         length = kind[0][1][1] if kind[0][0] == "input_ids" else 1

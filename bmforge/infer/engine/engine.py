@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
-from bmforge.infer.conversation import Talk, TalkInTurns, open_talk
+from bmforge.infer.conversation import LockedConversation, Talk, open_talk
 from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
@@ -31,12 +31,12 @@ from bmforge.infer.engine.requests import Requests, open_requests
 from bmforge.infer.engine.score import score_pairs
 from bmforge.infer.engine.span_filling import fill_blanks
 from bmforge.infer.engine.stream import continue_prompts, stream_text
-from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.tasks import SteppedTask
 from bmforge.infer.engine.weights import place_, read_weights_
 from bmforge.infer.generation import generate
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.logging import get_logger
-from bmforge.memory.direct_read import DirectReads
+from bmforge.memory.direct_read import DirectReader
 from bmforge.memory.streamed_experts import ExpertStreamer
 from bmforge.memory.streaming import Streamer
 from bmforge.models import AutoModel
@@ -114,7 +114,7 @@ class Engine:
         plan = partial(
             plan_memory,
             devices=places,
-            config=replace(self.config, beside_bytes=self.config.beside_bytes + beside),
+            config=replace(self.config, adapter_bytes=self.config.adapter_bytes + beside),
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
         )
@@ -156,7 +156,7 @@ class Engine:
             folder = self.config.spill_directory
             source = quantize_source(source, quantize, plan, folder, self._given, options)
         empty_model, files = AutoModel.describe_pretrained(
-            source, dtype=dtype or torch.float32, reads=DirectReads(), **options
+            source, dtype=dtype or torch.float32, reads=DirectReader(), **options
         )
         return empty_model.eval().requires_grad_(False), partial(read_weights_, empty_model, files)
 
@@ -309,9 +309,9 @@ class Engine:
         deltas = check_names(self.model, options.pop("delta", None))
         arguments = {"batch_size": min(8, self._call_rows), **options}
         fill = partial(fill_documents, self.model, self.tokenizer, documents, **arguments)
-        return self._queue().add(TurnTask(self.model, fill, deadline_s, deltas))
+        return self._queue().add(SteppedTask(self.model, fill, deadline_s, deltas))
 
-    def submit_task(self, make: Callable[[Any], TurnTask]) -> Future[Any]:
+    def submit_task(self, make: Callable[[Any], SteppedTask]) -> Future[Any]:
         """Queue a task, created by calling `make` with the model, and return the task's future."""
         self._check("submit_task", writes=False)
         return self._queue().add(make(self.model))
@@ -356,7 +356,7 @@ class Engine:
             talk = open_talk(
                 model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
             )
-        return TalkInTurns(talk, lambda: self.turn("reply", delta=delta))
+        return LockedConversation(talk, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
         """Release threads, files and streaming slots; a module's weights stay on their devices."""

@@ -17,7 +17,7 @@ from bmforge.infer.engine.packed_step import PackedStep
 from bmforge.infer.engine.paged_cache import StepRow
 from bmforge.infer.engine.pages import Pages, pages_of
 from bmforge.infer.engine.prefix import PrefixKeys
-from bmforge.infer.engine.prompts import Ready
+from bmforge.infer.engine.prompts import PreparedRequest
 from bmforge.infer.engine.request import FinishReason, Handle, RequestsConfig
 from bmforge.infer.engine.rows import UnbatchedRunner
 from bmforge.infer.engine.scheduler import Scheduler, Sequence, SequenceChunk
@@ -57,7 +57,7 @@ class Job:
         is_running: whether the request has started.
     """
 
-    def __init__(self, number: int, ready: Ready, now_s: float) -> None:
+    def __init__(self, number: int, ready: PreparedRequest, now_s: float) -> None:
         self.number, self.ready = number, ready
         self.handle = Handle(len(ready.answers))
         self.rows: UnbatchedRunner | None = None
@@ -162,9 +162,9 @@ class PackedJobs:
             self.notice_changes()
         ready = job.ready
         choice = repr(self._model.config) + tell_choice(self._model, ready.deltas)
-        keys = PrefixKeys(choice, ready.request.salt)
+        keys = PrefixKeys(choice, ready.request.cache_salt)
         longest = len(ready.ids) + ready.config.max_new_tokens
-        ngrams = NgramSpeculator() if self._config.speculates else None
+        ngrams = NgramSpeculator() if self._config.use_speculation else None
         lookup = ngrams if self._small is None else DraftSpeculator(self._cost, ngrams)
         scores_prompt = ready.config.prompt_logprobs is not None
         sequence = Sequence(
@@ -203,7 +203,7 @@ class PackedJobs:
             self.weights_version += 1
         for step in (self._step, self._draft):
             if step is not None:
-                step.look_again()
+                step.check_for_changes()
 
     def step(self) -> None:
         """Run one model step for all sequences and advance their answers."""
@@ -288,7 +288,7 @@ class PackedJobs:
                 break
         self._scheduler.finish(part)
         if sequence.lookup is not None and part.guessed:
-            sequence.lookup.learn(len(sequence.tokens), len(part.guessed), number)
+            sequence.lookup.record_acceptance(len(sequence.tokens), len(part.guessed), number)
         answer.cached = sequence.cached or 0
         is_first = len(sequence.tokens) == sequence.prompt_length + 1 and answer.index == 0
         for other in answers[1:] if is_first else ():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError
 from bmforge.infer.engine.budget import EngineConfig
 from bmforge.models.base import Model
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 
 __all__ = ["check_method", "check_module", "check_size", "check_tokenizer", "total_tokens"]
 
@@ -51,7 +51,7 @@ def check_size(
 
 def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if an engine cannot place this module in memory."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     mesh = None if record is None else record.mesh
     # A layout of one process leaves plain parameters, unless it changes their precision.
     is_cut = any(type(p.data) is not Tensor for p in model.parameters())

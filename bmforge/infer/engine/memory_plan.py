@@ -34,7 +34,7 @@ class MemoryPlan:
         on_host: names of streamed blocks that are cached in host memory.
         moved_bytes: total size of the streamed blocks.
         experts_bytes: cache of streamed experts.
-        beside_bytes: reserve for adapters that are attached later.
+        adapter_bytes: reserve for adapters that are attached later.
         others: plans of further devices.
     """
 
@@ -51,7 +51,7 @@ class MemoryPlan:
     on_host: tuple[str, ...]
     moved_bytes: int
     experts_bytes: int = 0
-    beside_bytes: int = 0
+    adapter_bytes: int = 0
     others: tuple[MemoryPlan, ...] = ()
 
     def each(self) -> tuple[MemoryPlan, ...]:
@@ -84,7 +84,7 @@ class MemoryPlan:
             ("KV cache", self.cache_bytes),
             ("largest step", self.step_bytes),
             ("runtime", self.runtime_bytes),
-            *([("later adapters", self.beside_bytes)] if self.beside_bytes else []),
+            *([("later adapters", self.adapter_bytes)] if self.adapter_bytes else []),
         ]
 
     def line(self) -> str:

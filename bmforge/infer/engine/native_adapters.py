@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.infer.engine.native_structures import LowRankUpdate, LowRankUpdates, PrefixPair
-from bmforge.nn.adapter_selection import Selection, active_selection, choice_of, weight_of
+from bmforge.nn.adapter_selection import Selection, active_selection, adapter_choice_of, weight_of
 from bmforge.nn.low_rank import LowRank
 from bmforge.nn.part import adapters_of
 from bmforge.nn.prefix import KeyValuePrefix
@@ -81,7 +81,7 @@ class AdapterTables:
         for number, parts in enumerate(self._adapted, 1):
             updates, width = [], 0
             for part in parts:
-                choice = choice_of(part)
+                choice = adapter_choice_of(part)
                 if choice.weight == 0:
                     continue
                 samples = choice.samples

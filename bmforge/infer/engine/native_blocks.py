@@ -30,7 +30,7 @@ from bmforge.infer.engine.native_structures import (
     Experts as ExpertStacks,
 )
 from bmforge.nn import MLP, Attention, Block
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.nn.block import Residual
 from bmforge.nn.linear import Linear
 from bmforge.nn.low_rank import LowRank
@@ -42,7 +42,7 @@ from bmforge.nn.part import join_parts
 from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.quantized import QuantizedExperts, QuantizedLinear
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.shard_hooks import identity
 
 __all__ = ["Watch", "describe_block", "expert_sizes"]
 
@@ -261,7 +261,11 @@ def _describe_attention(block: Any, name: str, watch: Watch) -> Any:
         _record(attn.prefix, watch, (KeyValuePrefix,))
         watch.prefixes.append(attn.prefix)
     prefix = len(watch.prefixes) if attn.prefix is not None else 0
-    _require(attn.enter is pass_on, attn.enter_memory is pass_on, attn.mix is mix_values)
+    _require(
+        attn.input_fn is identity,
+        attn.memory_fn is identity,
+        attn.attention_fn is compute_attention,
+    )
     _require(attn.head_share == (0, 1), attn.rotary == "model")
     matrices = [_describe_matrix(getattr(attn, part), watch) for part in projections]
     _require(matrices[0].rows == attn.num_heads * attn.head_dim == matrices[3].columns)
@@ -300,7 +304,7 @@ def _describe_feed(block: Any, watch: Watch) -> Any:
 def _describe_mlp(mlp: Any, watch: Watch) -> list[Any]:
     """Return the descriptions of an MLP's gate, up and down matrices."""
     _record(mlp, watch, (MLP,), ("gate_proj", "up_proj", "down_proj"))
-    _require(mlp.enter is pass_on, mlp.activation in _ACTIVATIONS)
+    _require(mlp.input_fn is identity, mlp.activation in _ACTIVATIONS)
     gate, up, down = (
         _describe_matrix(part, watch) for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     )
@@ -314,7 +318,7 @@ def _describe_experts(mlp: Any, watch: Watch) -> Any:
     if type(mlp) is not MoE:
         return None
     _record(mlp, watch, (MoE,), ("router", "experts", "shared_expert", "shared_gate"))
-    _require(mlp.enter is pass_on, mlp.leave is pass_on, mlp.dispatch is dispatch_locally)
+    _require(mlp.input_fn is identity, mlp.output_fn is identity, mlp.dispatch is dispatch_locally)
     experts, shared = mlp.experts, mlp.shared_expert
     _record(experts, watch, _EXPERTS)
     _require(mlp.choice != "per_call", mlp.down_bias is None, experts.up_bias is None)

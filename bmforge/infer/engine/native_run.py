@@ -18,7 +18,7 @@ from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.paged_cache import PAGE_TOKENS, PagedCache, StepRow
 from bmforge.nn.product_kernels import PLAIN_KINDS
 
-__all__ = ["CacheCall", "PackedCall", "Pasts", "BlockSegment"]
+__all__ = ["CacheCall", "PackedCall", "CacheAddresses", "BlockSegment"]
 
 # Keys and values may also be int8; 4 is `BYTES` of step_parts.cpp.
 _KINDS = {**PLAIN_KINDS, torch.int8: 4}
@@ -75,7 +75,7 @@ class _Run(ctypes.Structure):
     ]
 
 
-class Pasts(NamedTuple):
+class CacheAddresses(NamedTuple):
     """Addresses of a `KVCache`'s keys and values, for consecutive blocks.
 
     Args:
@@ -100,7 +100,7 @@ class BlockSegment(Protocol):
     """
 
     blocks: list[Any]
-    pasts: Pasts | None
+    pasts: CacheAddresses | None
     layers: Any
     sizes: dict[str, int]
     hidden: set[int]
@@ -234,7 +234,7 @@ class CacheCall(_AnyCall):
         identity = weakref.ref(cache), cache.moves
         return *identity, self._rows, tuple(self._windows), tuple(self._heads)
 
-    def _find_pasts(self, segment: BlockSegment) -> Pasts | None:
+    def _find_pasts(self, segment: BlockSegment) -> CacheAddresses | None:
         """Collect the keys, values and masks of the blocks; None if any is missing."""
         count = len(segment.blocks)
         own, memory = (_Past * count)(), (_Past * count)()
@@ -256,7 +256,7 @@ class CacheCall(_AnyCall):
                 if not self._fits_part(pair, layer.cross):
                     return None
                 memory[number], memory_length = _past(pair), pair[0].shape[2]
-        return Pasts(self._key(), own, memory, memory_length, room)
+        return CacheAddresses(self._key(), own, memory, memory_length, room)
 
     def _fits_part(self, pair: Any, part: Any) -> bool:
         return pair is not None and _fits(pair, (self._rows, part.shared_heads, part.width), 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bmforge.infer.cache import KVCache
 from bmforge.infer.engine.native_adapters import AdapterTables, read_prefixes
 from bmforge.infer.engine.native_blocks import Watch, describe_block, expert_sizes
-from bmforge.infer.engine.native_run import CacheCall, PackedCall, Pasts
+from bmforge.infer.engine.native_run import CacheAddresses, CacheCall, PackedCall
 from bmforge.infer.engine.native_structures import Layer
 from bmforge.infer.engine.paged_cache import PagedCache, StepRow
 from bmforge.models.stack import run_block
@@ -51,7 +51,7 @@ class _Segment:
 
     def __init__(self, first: int, blocks: list[Any], layers: list[Any]) -> None:
         self.first, self.blocks = first, blocks
-        self.pasts: Pasts | None = None
+        self.pasts: CacheAddresses | None = None
         self.layers = (Layer * len(layers))(*layers) if layers else None
         parts = [part for layer in layers for part in (layer.attn, layer.cross) if part.exists]
         feeds = [layer.feed for layer in layers if layer.feed.exists]
@@ -76,8 +76,8 @@ class NativeStep:
     Descriptions of the blocks are rebuilt when a block has changed.
 
     Args:
-        rests: True to check for changed blocks only after `look_again` was called, not at every
-            step.
+        rests: True to check for changed blocks only after `check_for_changes` was called, not at
+            every step.
 
     Attributes:
         native_blocks: number of blocks that the last call ran in C++.
@@ -93,7 +93,7 @@ class NativeStep:
         self.native_blocks = self.torch_blocks = 0
         self._rests, self._has_looked = rests, False
 
-    def look_again(self) -> None:
+    def check_for_changes(self) -> None:
         """Request that the next call checks whether blocks have changed."""
         self._has_looked = False
 

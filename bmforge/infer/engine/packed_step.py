@@ -29,12 +29,12 @@ from bmforge.nn.adapter_selection import run_with_selection
 from bmforge.nn.host_rows import FEWEST_VALUES
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.part import adapters_of
-from bmforge.nn.position import outdates_keys
+from bmforge.nn.position import invalidates_keys
 from bmforge.nn.product_kernels import PLAIN_KINDS
 from bmforge.nn.products import load_kernels
 from bmforge.nn.quantized import QuantizedHead
-from bmforge.nn.softcap import cap_softly
-from bmforge.records import laid_out
+from bmforge.nn.softcap import apply_softcap
+from bmforge.records import find_parallel_record
 from bmforge.surgery import wrappers_of
 from bmforge.tune.delta.selection import (
     DeltaNames,
@@ -43,7 +43,7 @@ from bmforge.tune.delta.selection import (
     per_token_selection,
 )
 
-__all__ = ["PackedStep", "can_pack", "shares_passes"]
+__all__ = ["PackedStep", "can_pack", "can_batch_sequences"]
 
 # Chunk size in tokens of one sequence that runs through torch.
 _STRETCH = 4 * PAGE_TOKENS
@@ -71,13 +71,13 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def shares_passes(model: Any) -> bool:
+def can_batch_sequences(model: Any) -> bool:
     """Return True if requests share torch's forward passes, with results equal up to rounding.
 
     Passes are shared if weights are streamed in every pass, and on accelerators, which need large
     batches.
     """
-    streamers = getattr(laid_out(model), "streamers", ())
+    streamers = getattr(find_parallel_record(model), "streamers", ())
     return bool(streamers) or not next(model.parameters()).is_cpu
 
 
@@ -88,7 +88,7 @@ class PackedStep:
     so their results may differ by rounding from those of separate passes.
 
     Args:
-        model: model supported by `can_pack`; call `look_again` after changing it.
+        model: model supported by `can_pack`; call `check_for_changes` after changing it.
         total_pages: number of pages of the KV cache.
         dtype: dtype of the KV cache; None means the model's.
     """
@@ -100,14 +100,14 @@ class PackedStep:
         floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
         dtype = dtype or next(iter(floats), torch.float32)
         self.cache = PagedCache(total_pages, dtype, weight.device)
-        self._shares_passes = shares_passes(model)
+        self._shares_passes = can_batch_sequences(model)
         self._is_together = False
         self._graphs = StepGraphs(self._run_torch, weight.device)
         self._can_record: bool | None = None
 
-    def look_again(self) -> None:
+    def check_for_changes(self) -> None:
         """Request that the next step checks for changed blocks, for example attached adapters."""
-        self._native.look_again()
+        self._native.check_for_changes()
         self._can_record = None
 
     def cut(self) -> ChunkRules:
@@ -124,7 +124,7 @@ class PackedStep:
     def _outdates(self, rope: RopeSpec, before: int, after: int) -> bool:
         """Return True if keys are invalid when a sequence grows from `before` to `after` tokens."""
         shift = int(self.model.positions_behind_prefix(torch.zeros(1, dtype=torch.long))[0])
-        return bool(before) and outdates_keys(rope, before + shift, after + shift)
+        return bool(before) and invalidates_keys(rope, before + shift, after + shift)
 
     @torch.no_grad()
     def run(
@@ -217,7 +217,7 @@ class PackedStep:
         """Return the input of the first block, (1, T, D), and the rotary tables."""
         on_device = tables.at(self.cache.device)
         positions = self.model.positions_behind_prefix(on_device.positions[None])
-        x = self._enter(on_device.ids[None], positions)
+        x = self._embed_tokens(on_device.ids[None], positions)
         return x, rope_tables(self.model.spec, positions, x.dtype)
 
     def _run_torch(
@@ -243,20 +243,20 @@ class PackedStep:
         attentions = (layer.attn for layer in self.model.layers.values())
         return {attn.window for attn in attentions if attn is not None}
 
-    def _enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed_tokens(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first block; embedding projections run token by token."""
         if not self.model.spec.embed_size:
-            return self.model.enter(ids, positions)
+            return self.model.embed_tokens(ids, positions)
         pairs = zip(ids.split(1, 1), positions.split(1, 1), strict=True)
-        return torch.cat([self.model.enter(*pair) for pair in pairs], 1)
+        return torch.cat([self.model.embed_tokens(*pair) for pair in pairs], 1)
 
     def _score(self, x: Tensor) -> Tensor:
         """Return the logits of the last block's output: (M, D) -> (M, V) in fp32."""
         if not len(x):
             return x.new_empty(0, self.model.lm_head.out_features, dtype=torch.float32)
         if not is_host(x.device):  # one read of the head's weight for all rows
-            return self.model.lm_head(self.model.leave(x[None])[0]).float()
-        left = [self.model.leave(some[None])[0] for some in x.split(_norm_rows(self.model))]
+            return self.model.lm_head(self.model.project_last(x[None])[0]).float()
+        left = [self.model.project_last(some[None])[0] for some in x.split(_norm_rows(self.model))]
         return _score_rows(self.model.lm_head, torch.cat(left)).float()
 
 
@@ -300,4 +300,4 @@ def _score_rows(head: LMHead, x: Tensor) -> Tensor:
         return torch.cat([head(state[None]) for state in x])
     out = kernels.multiply_rows(x.float().contiguous(), weight.contiguous())
     out = out if head.bias is None else out + head.bias.float()
-    return cap_softly(out, head.softcap).to(x.dtype)
+    return apply_softcap(out, head.softcap).to(x.dtype)

@@ -138,7 +138,7 @@ class PagedCache:
         self,
         layer: int,
         window: int | None,
-        mix: Callable[..., Tensor],
+        attention_fn: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -150,12 +150,13 @@ class PagedCache:
         Args:
             layer: layer index.
             window: sliding window in tokens, including the token itself; None for full attention.
-            mix: attention function (query, key, value, mask, bias), as in `Attention`.
+            attention_fn: attention function (query, key, value, mask, bias), as in `Attention`.
             query: queries of the step's tokens, with the sequences concatenated.
             key: keys of the step's tokens.
             value: values of the step's tokens.
-            scale: factor on the scores if `mix` is standard softmax attention, which accelerators
-                then compute for all sequences at once; if None, `mix` is called for each sequence.
+            scale: factor on the scores if `attention_fn` is standard softmax attention, which
+                accelerators then compute for all sequences at once; if None, `attention_fn` is
+                called for each sequence.
             rope: cos, sin and whether pairs are interleaved (see `apply_rope`), if the queries and
                 keys are not yet rotated.
 
@@ -171,7 +172,7 @@ class PagedCache:
         on_device = self._tables_at(device)
         few, tables, ends = on_device.few, on_device.page_tables, on_device.ends
         if scale is None or few is None or tables is None or ends is None:
-            return self._attend_by_row(layer, window, mix, query)
+            return self._attend_by_row(layer, window, attention_fn, query)
         own, pair = query[0].transpose(0, 1), self._pairs[layer]
         is_all = len(few) == len(own)
         own = own.contiguous() if is_all else own.index_select(0, few)
@@ -179,14 +180,14 @@ class PagedCache:
         mixed = mixed.transpose(0, 1)[None]
         if is_all:
             return mixed
-        out = self._attend_by_row(layer, window, mix, query, min_length=FEW_TOKENS + 1)
+        out = self._attend_by_row(layer, window, attention_fn, query, min_length=FEW_TOKENS + 1)
         return out.index_copy(2, few, mixed)
 
     def _attend_by_row(
         self,
         layer: int,
         window: int | None,
-        mix: Callable[..., Tensor],
+        attention_fn: Callable[..., Tensor],
         query: Tensor,
         min_length: int = 1,
     ) -> Tensor:
@@ -213,7 +214,7 @@ class PagedCache:
                 for part in (0, 1)
             )
             mask = build_mask((1, row.length), device, past=past, window=window)
-            out.append(mix(own, seen.to(own.dtype), values.to(own.dtype), mask, None))
+            out.append(attention_fn(own, seen.to(own.dtype), values.to(own.dtype), mask, None))
         return torch.cat(out, 2)
 
     def _tables_at(self, device: torch.device) -> TablesOnDevice:

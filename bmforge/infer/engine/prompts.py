@@ -25,7 +25,7 @@ from bmforge.tokenizers import CPM2Tokenizer
 from bmforge.tune.delta.selection import DeltaNames, check_names
 from bmforge.tune.delta.soft_prompt import put_rows_before
 
-__all__ = ["PromptReader", "Ready", "is_document"]
+__all__ = ["PromptReader", "PreparedRequest", "is_document"]
 
 
 def is_document(model: Any, request: Request) -> bool:
@@ -44,7 +44,7 @@ def _forbid_ngrams(config: GenerationConfig, ids: Sequence[int]) -> GenerationCo
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedRequest:
     """Validated request with token ids and with all generation options set.
 
     Args:
@@ -85,7 +85,7 @@ class PromptReader:
         """Whether the engine has a memory budget."""
         return self._limit is not None
 
-    def read(self, request: Request) -> Ready:
+    def read(self, request: Request) -> PreparedRequest:
         """Validate a request, and convert it to token ids, sampling options and limits.
 
         Raises:
@@ -122,7 +122,7 @@ class PromptReader:
             )
         self._check_size(len(ids), config, is_packed)
         answers = self._answers(request, config, read_ids, hidden)
-        return Ready(request, tuple(ids), config, answers, is_packed, deltas)
+        return PreparedRequest(request, tuple(ids), config, answers, is_packed, deltas)
 
     def _read_prompt(
         self, prompt: str | Sequence[int], config: GenerationConfig

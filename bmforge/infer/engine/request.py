@@ -43,7 +43,7 @@ class Request:
         options: generation options; `num_return_sequences` answers are generated in parallel.
             The default EOS token is the tokenizer's.
         constraint: constraint on every answer; see `Constraint`.
-        salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
+        cache_salt: salt of the prefix cache; only prompts with the same salt share cached prefixes,
             so that response times do not reveal the prompts of others.
         deadline_s: deadline in seconds from now, after which unfinished answers end.
         delta: adapter name or names; () for the base model; None for the model's active adapters.
@@ -58,7 +58,7 @@ class Request:
     prompt: str | Sequence[int]
     options: GenerationConfig = field(default_factory=GenerationConfig)
     constraint: Constraint | None = None
-    salt: str = ""
+    cache_salt: str = ""
     deadline_s: float | None = None
     delta: DeltaChoice = None
     thoughts: ReasoningSpan | None = None
@@ -152,7 +152,7 @@ class RequestsConfig:
             length; with a budget `max_rows` times `max_tokens`).
         enable_prefix_caching: keep keys and values of prompts, while memory allows, and reuse
             them for prompts with the same beginning.
-        speculates: use speculative decoding with draft tokens from n-grams of the text so far.
+        use_speculation: use speculative decoding with draft tokens from n-grams of the text so far.
         draft: draft model for speculative decoding, with the same vocabulary: a directory, hub
             id, short name or model. It is resident and counts towards the budget.
         kv_cache_dtype: dtype of keys and values (default: the model's); int8 also stores a
@@ -164,7 +164,7 @@ class RequestsConfig:
     max_num_batched_tokens: int = 128
     total_tokens: int | None = None
     enable_prefix_caching: bool = True
-    speculates: bool = False
+    use_speculation: bool = False
     draft: Any = None
     kv_cache_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = None
 

@@ -22,7 +22,7 @@ from bmforge.infer.engine.limit import total_tokens
 from bmforge.infer.engine.prompts import PromptReader
 from bmforge.infer.engine.request import Handle, Request, RequestsConfig, RequestsStatus
 from bmforge.infer.engine.rows import UnbatchedRunner
-from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.tasks import SteppedTask
 from bmforge.logging import get_logger
 from bmforge.threads import start_thread
 
@@ -97,7 +97,7 @@ class Requests:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._packed = packed
         self._rows: list[Job] = []
-        self._encodings, self._works = encodings, deque[TurnTask]()
+        self._encodings, self._works = encodings, deque[SteppedTask]()
         self._releases = reader.is_limited  # embeddings use the memory of the KV cache
         self._count = 0
         self._was_called = False
@@ -126,7 +126,7 @@ class Requests:
             self._wake()
         return job.handle
 
-    def add(self, task: Encoding | TurnTask) -> Future[Any]:
+    def add(self, task: Encoding | SteppedTask) -> Future[Any]:
         """Queue an embedding request or another task; return its future.
 
         Raises:

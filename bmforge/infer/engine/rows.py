@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bmforge.infer.decoder import Decoder
 from bmforge.infer.decoder_factory import start_decoder
-from bmforge.infer.engine.prompts import Ready, is_document
-from bmforge.infer.engine.turns import Turns
+from bmforge.infer.engine.prompts import PreparedRequest, is_document
+from bmforge.infer.engine.stepped_thread import SteppedThread
 from bmforge.infer.generation import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_cpm_ant
@@ -34,9 +34,9 @@ class UnbatchedRunner:
         ready: prepared request.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, ready: Ready) -> None:
+    def __init__(self, model: Any, tokenizer: Any, ready: PreparedRequest) -> None:
         self._model, self._tokenizer, self._ready = model, tokenizer, ready
-        self._turns = Turns(self._work)
+        self._turns = SteppedThread(self._work)
         config = ready.config
         self.count = max(config.num_beams, config.num_return_sequences)
 

@@ -14,7 +14,7 @@ from bmforge.memory.direct_read import BUFFER_BYTES, READ_THREADS
 from bmforge.memory.packed import packed_bytes
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
-from bmforge.nn.products import lacks_library
+from bmforge.nn.products import lacks_optimized_product
 from bmforge.nn.quantized import PackedStore
 
 __all__ = ["runtime_bytes"]
@@ -51,7 +51,7 @@ def runtime_bytes(model: nn.Module, work_bytes: int, device: torch.device) -> in
         return total
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
     halves = dtypes & {torch.float16, torch.bfloat16}
-    if halves and all(lacks_library(dtype) for dtype in halves):
+    if halves and all(lacks_optimized_product(dtype) for dtype in halves):
         return total + (_WIDENED_BYTES if halves == dtypes else _PRODUCTS_BYTES)
     return total + _PRODUCTS_BYTES + bool(halves) * _HALF_BYTES
 

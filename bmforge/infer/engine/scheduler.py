@@ -175,7 +175,7 @@ class Scheduler:
     def fork(self, sequence: Sequence, order: tuple[int, int]) -> Sequence:
         """Return a copy of a sequence that shares its pages; the copy is queued if it must wait."""
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
-        twin.lookup = None if sequence.lookup is None else sequence.lookup.fresh()
+        twin.lookup = None if sequence.lookup is None else sequence.lookup.fork()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
         if sequence not in self.running or len(self.running) >= self.max_num_seqs:
             insort(self.waiting, twin)
@@ -256,7 +256,7 @@ class Scheduler:
         is_written = sequence.stored >= sequence.prompt_length and end == len(sequence.tokens)
         if sequence.lookup is None or self.cut.unit is not None or not is_written:
             return ()
-        guessed = sequence.lookup.guess(sequence.tokens)[: max(0, room)]
+        guessed = sequence.lookup.propose(sequence.tokens)[: max(0, room)]
         guessed = guessed[: sequence.longest - end - 1]
         while pages_of(end + len(guessed)) - len(sequence.pages) > self.pages.available:
             guessed.pop()

@@ -12,10 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-__all__ = ["GUESSED_LATER", "DraftSpeculator", "NgramSpeculator"]
+__all__ = ["DRAFT_PLACEHOLDER", "DraftSpeculator", "NgramSpeculator"]
 
 # Placeholder for a token of the draft model, which drafts for all sequences together.
-GUESSED_LATER = -1
+DRAFT_PLACEHOLDER = -1
 
 # N-gram length to match, and number of following tokens to propose.
 _NGRAM, _MOST = 3, 6
@@ -38,14 +38,14 @@ class _Speculator(ABC):
         self._pause_until = 0
 
     @abstractmethod
-    def guess(self, tokens: Sequence[int]) -> list[int]:
-        """Return draft tokens, or `GUESSED_LATER` placeholders for the draft model to fill."""
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        """Return draft tokens, or `DRAFT_PLACEHOLDER` placeholders for the draft model to fill."""
 
     @abstractmethod
-    def fresh(self) -> _Speculator:
+    def fork(self) -> _Speculator:
         """Return a new speculator of the same kind for a forked sequence."""
 
-    def learn(self, length: int, guessed: int, right: int) -> None:
+    def record_acceptance(self, length: int, guessed: int, right: int) -> None:
         """Record the numbers of proposed and accepted draft tokens at a sequence length."""
         self._guessed += guessed
         self._right += right
@@ -68,24 +68,24 @@ class DraftSpeculator(_Speculator):
         self._cost, self._lookup = cost, lookup
         self._looked_up = False
 
-    def guess(self, tokens: Sequence[int]) -> list[int]:
+    def propose(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens of an n-gram match, or placeholders for the draft model to fill."""
-        draft = [] if self._lookup is None else self._lookup.guess(tokens)
+        draft = [] if self._lookup is None else self._lookup.propose(tokens)
         self._looked_up = bool(draft)
         if draft or len(tokens) < self._pause_until:
             return draft
-        return [GUESSED_LATER] * _AHEAD
+        return [DRAFT_PLACEHOLDER] * _AHEAD
 
-    def fresh(self) -> DraftSpeculator:
+    def fork(self) -> DraftSpeculator:
         """Return a new speculator of the same kind for a forked sequence."""
         return DraftSpeculator(self._cost, None if self._lookup is None else NgramSpeculator())
 
-    def learn(self, length: int, guessed: int, right: int) -> None:
+    def record_acceptance(self, length: int, guessed: int, right: int) -> None:
         """Record the counts in the speculator that proposed the tokens."""
         if self._looked_up and self._lookup is not None:
-            self._lookup.learn(length, guessed, right)
+            self._lookup.record_acceptance(length, guessed, right)
         else:
-            super().learn(length, guessed, right)
+            super().record_acceptance(length, guessed, right)
 
 
 class NgramSpeculator(_Speculator):
@@ -96,7 +96,7 @@ class NgramSpeculator(_Speculator):
         self._places: dict[tuple[int, ...], int] = {}
         self._known = 0
 
-    def guess(self, tokens: Sequence[int]) -> list[int]:
+    def propose(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that followed the previous occurrence of the last n-gram, if any."""
         self._read(tokens)
         if len(tokens) < max(_NGRAM, self._pause_until):
@@ -104,7 +104,7 @@ class NgramSpeculator(_Speculator):
         start = self._places.get(tuple(tokens[-_NGRAM:]))
         return [] if start is None else list(tokens[start : start + _MOST])
 
-    def fresh(self) -> NgramSpeculator:
+    def fork(self) -> NgramSpeculator:
         """Return a new speculator of the same kind for a forked sequence."""
         return NgramSpeculator()
 

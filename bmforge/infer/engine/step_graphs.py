@@ -16,7 +16,7 @@ from bmforge.logging import get_logger
 from bmforge.nn.block import Block
 from bmforge.nn.mlp import MLP
 from bmforge.nn.part import AdapterModule
-from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.shard_hooks import identity
 
 __all__ = ["Recorded", "StepGraphs", "can_record"]
 
@@ -124,7 +124,7 @@ def can_record(model: Any, device: torch.device) -> bool:
     """
     if not has_graphs(device) or _has_global_hooks() or not _is_known(model):
         return False
-    if {"enter", "leave"} & vars(model).keys():  # replaced on this model
+    if {"embed_tokens", "project_last"} & vars(model).keys():  # replaced on this model
         return False
     tensors = chain(model.parameters(), model.buffers())
     if any(type(t) not in (Tensor, nn.Parameter) or t.device != device for t in tensors):
@@ -132,7 +132,7 @@ def can_record(model: Any, device: torch.device) -> bool:
     blocks = [(layer, layer.attn, layer.mlp) for layer in model.layers.values()]
     if any(type(block) is not Block or block.training for block, *_ in blocks):
         return False
-    if any(attn and not (attn.is_plain() and attn.enter is pass_on) for _, attn, _ in blocks):
+    if any(attn and not (attn.is_plain() and attn.input_fn is identity) for _, attn, _ in blocks):
         return False
     if any(mlp is not None and type(mlp) is not MLP for *_, mlp in blocks):
         return False

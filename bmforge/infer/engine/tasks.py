@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from bmforge.infer.engine.turns import Turns
+from bmforge.infer.engine.stepped_thread import SteppedThread
 from bmforge.tune.delta.selection import DeltaChoice, DeltaNames, check_names, choosing_deltas
 
-__all__ = ["EngineTask", "TurnTask", "turn_task"]
+__all__ = ["EngineTask", "SteppedTask", "stepped_task"]
 
 
 class EngineTask:
@@ -62,7 +62,7 @@ class EngineTask:
         return True
 
 
-class TurnTask(EngineTask):
+class SteppedTask(EngineTask):
     """Task that runs a blocking function, which waits for its turn before every forward pass.
 
     Args:
@@ -81,7 +81,7 @@ class TurnTask(EngineTask):
     ) -> None:
         super().__init__(deadline_s)
         self._model, self._function, self._deltas = model, function, deltas
-        self._turns = Turns(self._work)
+        self._turns = SteppedThread(self._work)
         self._result: Any = None
 
     def step(self) -> None:
@@ -105,9 +105,9 @@ class TurnTask(EngineTask):
             handle.remove()
 
 
-def turn_task(
+def stepped_task(
     function: Callable[[Any], Any], deadline_s: float | None, delta: DeltaChoice = None
-) -> Callable[[Any], TurnTask]:
+) -> Callable[[Any], SteppedTask]:
     """Return the argument of `Engine.submit_task` for a function of the model.
 
     Args:
@@ -116,7 +116,7 @@ def turn_task(
         delta: names of the active adapters, as in `Engine.generate`.
     """
 
-    def make(model: Any) -> TurnTask:
-        return TurnTask(model, partial(function, model), deadline_s, check_names(model, delta))
+    def make(model: Any) -> SteppedTask:
+        return SteppedTask(model, partial(function, model), deadline_s, check_names(model, delta))
 
     return make

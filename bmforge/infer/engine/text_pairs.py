@@ -9,17 +9,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bmforge.infer.engine.tasks import TurnTask
+from bmforge.infer.engine.tasks import SteppedTask
 from bmforge.surgery import evaluating
 from bmforge.tokenizers.segments import encode_segments
 from bmforge.tune.delta.selection import DeltaChoice, check_names
 
-__all__ = ["PairRow", "encode_pairs", "pair_task", "rate_pairs", "rates_pairs"]
+__all__ = ["PairRow", "encode_pairs", "pair_task", "rate_pairs", "is_cross_encoder"]
 
 PairRow: TypeAlias = tuple[list[int], list[int]]  # token ids and segment ids
 
 
-def rates_pairs(model: Any) -> bool:
+def is_cross_encoder(model: Any) -> bool:
     """Return True if a model is a cross-encoder (reranker), which scores a pair of texts."""
     config, traits = model.config, model.traits
     is_encoder = traits.attention == "bidirectional" and not traits.has_images
@@ -42,7 +42,7 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
     """Return the relevance of text pairs, between 0 and 1: the sigmoid of the logit.
 
     Args:
-        model: cross-encoder, see `rates_pairs`.
+        model: cross-encoder, see `is_cross_encoder`.
         rows: token ids and segment ids, as returned by `encode_pairs`.
 
     Shape:
@@ -62,7 +62,7 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
 
 def pair_task(
     rows: Sequence[PairRow], model: Any, *, deadline_s: float | None, delta: DeltaChoice
-) -> TurnTask:
+) -> SteppedTask:
     """Return a task that scores text pairs, for `Engine.submit_task`.
 
     Args:
@@ -72,4 +72,4 @@ def pair_task(
         delta: adapter to activate, by name; None means the model's active adapters.
     """
     rate = partial(rate_pairs, model, rows)
-    return TurnTask(model, rate, deadline_s, check_names(model, delta))
+    return SteppedTask(model, rate, deadline_s, check_names(model, delta))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bmforge.device import is_host
 from bmforge.infer.engine.divide import find_staying
 from bmforge.infer.engine.memory_plan import MemoryPlan
-from bmforge.memory.direct_read import READ_THREADS, DirectReads
+from bmforge.memory.direct_read import READ_THREADS, DirectReader
 from bmforge.memory.naive_parallel import spread_blocks_
 from bmforge.memory.spill import SpillFile
 from bmforge.memory.streamed_experts import ExpertStreamer, stream_experts_
@@ -164,7 +164,7 @@ class _SpillReader:
     """Callable that reads the named tensor from an unnamed file into a target tensor."""
 
     def __init__(self, file: SpillFile, tensors: dict[str, Tensor]) -> None:
-        self._reads = DirectReads()
+        self._reads = DirectReader()
         self._places = {}
         for name, tensor in tensors.items():
             region = file.reserve(tensor.numel() * tensor.element_size())

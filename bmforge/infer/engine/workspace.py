@@ -134,14 +134,14 @@ def _look(model: Any, ids: Tensor) -> int:
 
 
 def _follow(model: Model, run: _Run, rows: int, tokens: int) -> Workspace:
-    follower = _Follower(model.state_dict(keep_vars=True).values())
+    follower = _PeakTracker(model.state_dict(keep_vars=True).values())
     ids = torch.zeros(rows, max(2, tokens), dtype=torch.int64, device="meta")
     with _FusedAttention(), follower:
         cache = run(model, ids)
     return Workspace(cache, follower.peak_bytes - cache)
 
 
-class _Follower(TorchDispatchMode):
+class _PeakTracker(TorchDispatchMode):
     """Dispatch mode that tracks the total size of live storages.
 
     Args:

@@ -108,7 +108,7 @@ class _Source:
         self._groups = group_by_source(model.active_rules())
         self.stems: dict[str, str] = {}
         for published, rules in self._groups.items():
-            owner, _, key = rules[0].ours.rpartition(".")
+            owner, _, key = rules[0].parameter.rpartition(".")
             if key == "packed":
                 self.stems[owner] = published.removesuffix(".packed")
 
@@ -116,7 +116,7 @@ class _Source:
         """Return the names of packed layers, and the Hugging Face names of all other tensors."""
         names: dict[str, None] = {}
         for published, rules in self._groups.items():
-            owner, _, key = rules[0].ours.rpartition(".")
+            owner, _, key = rules[0].parameter.rpartition(".")
             names[owner if owner in self.stems and key in PACKED_KEYS else published] = None
         return list(names)
 
@@ -238,7 +238,7 @@ def _write_config(model: Any, out: Path, stems: dict[str, str], spec: QuantSpec)
     config["dtype"] = str(next(floats, torch.float32)).removeprefix("torch.")
     config.pop("torch_dtype", None)
     linear = [stems[n] for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
-    modules = [rule.theirs.rpartition(".")[0] for rule in model.active_rules()]
+    modules = [rule.source.rpartition(".")[0] for rule in model.active_rules()]
     heads = [stems.get(n, n) for n, m in model.named_modules() if isinstance(m, LMHead)]
     is_rows = _form_of(spec) == (8, 0, True)
     weights = {"num_bits": spec.bits, "type": "int", "symmetric": spec.symmetric, "dynamic": False}

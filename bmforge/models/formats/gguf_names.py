@@ -60,7 +60,7 @@ _FUSED = [
     for part, index in (("q", (0, 3)), ("k", (1, 3)), ("v", (2, 3)))
 ]
 _SPLIT = re.compile(r"layers\.\{i\}\.attn\.[qkv]_proj\.")
-_FUSED_DECODER = [*(rule for rule in _DECODER if not _SPLIT.match(rule.ours)), *_FUSED]
+_FUSED_DECODER = [*(rule for rule in _DECODER if not _SPLIT.match(rule.parameter)), *_FUSED]
 _GPT2 = [WeightRule("embed_positions.weight", "position_embd.weight"), *_FUSED_DECODER]
 _BERT = [
     *linear_rules(
@@ -94,9 +94,9 @@ _T5 = [
 ]
 _OUTPUT_NORMS = _in_layers({"attn_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm"})
 _NORMS = {f"layers.{{i}}.{part}_norm.{kind}" for part in ("attn", "mlp") for kind in _KINDS}
-_OLMO2 = [*(rule for rule in _DECODER if rule.ours not in _NORMS), *_OUTPUT_NORMS]
+_OLMO2 = [*(rule for rule in _DECODER if rule.parameter not in _NORMS), *_OUTPUT_NORMS]
 _GPT_OSS = [
-    *(rule for rule in _DECODER if not rule.ours.startswith("layers.{i}.mlp_norm.")),
+    *(rule for rule in _DECODER if not rule.parameter.startswith("layers.{i}.mlp_norm.")),
     *_in_layers({"mlp_norm": "post_attention_norm"}),
     WeightRule("layers.{i}.attn.sinks.bias", "blk.{i}.attn_sinks.weight"),
     WeightRule("layers.{i}.mlp.experts.gate_bias", "blk.{i}.ffn_gate_exps.bias"),
@@ -105,7 +105,7 @@ _GPT_OSS = [
 ]
 _UP = "layers.{i}.mlp.%s_proj.weight"
 _GLM4 = [
-    *(rule for rule in _DECODER if rule.ours not in (_UP % "gate", _UP % "up")),
+    *(rule for rule in _DECODER if rule.parameter not in (_UP % "gate", _UP % "up")),
     # (index, count) instead of row ranges: the row counts depend on the layer, the order does not.
     WeightRule(_UP % "gate", "blk.{i}.ffn_up.weight", part=(0, 2)),
     WeightRule(_UP % "up", "blk.{i}.ffn_up.weight", part=(1, 2)),
@@ -118,7 +118,7 @@ _TABLES = {
 }
 # Falcon with two norms in a block: llama.cpp's attention reads the second one.
 _TWO_NORMS = [
-    *(rule for rule in _FUSED_DECODER if rule.ours not in _NORMS),
+    *(rule for rule in _FUSED_DECODER if rule.parameter not in _NORMS),
     *_in_layers({"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}),
 ]
 
@@ -131,7 +131,7 @@ def find_rules(architecture: str, model: Any) -> list[WeightRule]:
     rules = _TABLES.get(architecture, _DECODER)
     if architecture == "falcon" and model.config.parallel_norms:
         rules = _TWO_NORMS
-    own_names = {rule.ours for rule in rules}
+    own_names = {rule.parameter for rule in rules}
     head = model.config.heads[model.config.head].names
     head_rules = [WeightRule(name, f"bmforge.{name}") for name in head if name not in own_names]
     return model.expand([*rules, *head_rules])

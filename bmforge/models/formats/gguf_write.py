@@ -36,7 +36,7 @@ from bmforge.models.rotary import rope_to_hf
 from bmforge.models.weights import WeightRule, assemble_source, group_by_source
 from bmforge.nn.mlp import ACTIVATIONS
 from bmforge.provenance import to_metadata
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.surgery import persistent_tensors
 
 __all__ = ["GgufType", "write_gguf"]
@@ -155,7 +155,7 @@ def _find(model: Model) -> Architecture:
         raise ConfigError(
             f"this {name} has changes that GGUF does not support. Merge its adapters first."
         )
-    if laid_out(model) is not None:
+    if find_parallel_record(model) is not None:
         raise ConfigError(
             f"this {name} is parallelized. Save it with save_pretrained, and convert the "
             "saved model."
@@ -237,7 +237,7 @@ def _split_groups(
     """Return a dict from GGUF name to `WeightRule`s, and the tensors without a GGUF name."""
     groups = group_by_source(rules)
     with_entry = {name: group for name, group in groups.items() if not name.startswith("bmforge.")}
-    return with_entry, [g[0].ours for name, g in groups.items() if name not in with_entry]
+    return with_entry, [g[0].parameter for name, g in groups.items() if name not in with_entry]
 
 
 class _Plan:
@@ -285,7 +285,7 @@ class _Plan:
 
     def load_scales(self, name: str) -> Tensor | None:
         """Return the scale of every integer in a tensor; None if it is not stored as integers."""
-        scales = {rule.ours: self.scales(rule.ours) for rule in self.groups.get(name, [])}
+        scales = {rule.parameter: self.scales(rule.parameter) for rule in self.groups.get(name, [])}
         existing = {key: scale for key, scale in scales.items() if scale is not None}
         complete = bool(existing) and len(existing) == len(scales)
         return self._assemble(name, existing.__getitem__) if complete else None
@@ -302,7 +302,7 @@ class _Plan:
         if name in self.extra:
             return tuple(self.extra[name].shape)
         group = self.groups[name]
-        return group[0].source_shape(tuple(self.tensors[group[0].ours].shape))
+        return group[0].source_shape(tuple(self.tensors[group[0].parameter].shape))
 
     def _kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         is_row = len(shape) == 1 or shape[:-1] == (1,)

@@ -109,7 +109,7 @@ def _shard_shapes(model: CPM1 | CPM2 | EVA) -> dict[str, tuple[int, ...]]:
     """Return a dict from a tensor's name in the shards to its unsplit shape."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     rules = expand_rules(model.megatron_rules(), shapes)
-    return {rule.theirs: rule.source_shape(shapes[rule.ours]) for rule in rules}
+    return {rule.source: rule.source_shape(shapes[rule.parameter]) for rule in rules}
 
 
 def save_megatron(model: Model, directory: str | Path, degree: int) -> None:

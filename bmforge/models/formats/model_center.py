@@ -37,7 +37,7 @@ __all__ = [
     "is_model_center",
     "load_model_center",
     "t5_factor",
-    "their_name",
+    "model_center_name",
     "undo_factor",
 ]
 
@@ -128,7 +128,7 @@ def load_model_center(
     factor = 1.0
     if family == "T5":
         factor = t5_factor(raw, tensors)
-        values |= _settle_t5(values, raw, tensors, factor)
+        values |= _convert_t5(values, raw, tensors, factor)
     _drop_padding(family, tensors)
     config = _make_config(family, values)
     stored = next(iter(tensors.values())).dtype
@@ -162,7 +162,7 @@ def _fill(
     model: Model, family: str, tensors: Mapping[str, Tensor], directory: Path, factor: float = 1.0
 ) -> Model:
     """Copy tensors into a model on the meta device; `factor` is the scale of T5's weights."""
-    sources = {name: their_name(model, family, name) for name, _ in model.named_parameters()}
+    sources = {name: model_center_name(model, family, name) for name, _ in model.named_parameters()}
     _check_fit(model, sources, tensors, directory)
     materialize_(model)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _make_config(family: str, values: Mapping[str, Any]) -> ModelConfig:
     return config_class(**{name: value for name, value in values.items() if name in field_names})
 
 
-def their_name(model: Model, family: str, name: str) -> str:
+def model_center_name(model: Model, family: str, name: str) -> str:
     """Return ModelCenter's name for a parameter of bmforge."""
     if family in OLD_FAMILIES and OLD_FAMILIES[family].needed.get("post_layer_norm"):
         name = _place_post_norm(name, model.config.num_layers)
@@ -303,7 +303,7 @@ def undo_factor(name: str, factor: float) -> float:
     return math.sqrt(factor) if name.endswith(("up_proj.weight", "down_proj.weight")) else 1.0
 
 
-def _settle_t5(
+def _convert_t5(
     values: Mapping[str, Any], raw: Mapping[str, Any], tensors: dict[str, Tensor], factor: float
 ) -> dict[str, Any]:
     """Convert T5's relative position bias and head to Hugging Face's form; return config fields.

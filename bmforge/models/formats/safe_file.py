@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from bmforge.device import reads_are_free
+from bmforge.device import reads_without_sync
 from bmforge.errors import CheckpointError
 from bmforge.files import partial_name
 from bmforge.logging import track
@@ -261,7 +261,7 @@ class Read:
         target, dtype = self.target.detach(), self.file.dtype(self.name)
         if any((part.step or 1) > 1 for part in self.slices):
             self._run_strided(target, dtype)
-        elif reads_are_free(target) and target.dtype == dtype and target.is_contiguous():
+        elif reads_without_sync(target) and target.dtype == dtype and target.is_contiguous():
             self.file.fill(self.name, self.slices, target)
             increment_version([target])  # the write bypassed torch
         elif target.numel():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bmforge.batch import IGNORE_INDEX
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.models.heads import classification_loss, span_loss
 from bmforge.models.transformers.calls import (
@@ -173,7 +173,7 @@ def _local(parameter: Any) -> Any:
 
 def sum_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross-entropy in fp32 or wider; targets of -100 are ignored."""
-    wide = logits.to(wide_dtype(logits.dtype)).flatten(0, -2)
+    wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
     return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 

@@ -155,7 +155,7 @@ class TransformersModel(Model):
 
     def all_rules(self) -> list[WeightRule]:
         """Map parameter names of the unmodified model, including tied weights, to stored names."""
-        stored = {rule.ours for rule in self.stored_names.rules}
+        stored = {rule.parameter for rule in self.stored_names.rules}
         ties = [WeightRule(copy, copy) for copy in self._ties if copy not in stored]
         return [*self.stored_names.rules, *ties]
 
@@ -182,15 +182,15 @@ class TransformersModel(Model):
                 f"cannot read in slices, such as {self.stored_names.opaque[0]}. Load the "
                 "checkpoint with transformers and save it again."
             )
-        missing = {rule.theirs for rule in rules} - set(names)
+        missing = {rule.source for rule in rules} - set(names)
         if not missing:
             return rules
-        spare = rename_stored(self.foreign, set(names) - {rule.theirs for rule in rules})
+        spare = rename_stored(self.foreign, set(names) - {rule.source for rule in rules})
         by_meaning = {meant: name for name, meant in spare.items()}
         meant_by = rename_stored(self.foreign, missing)
         return [
-            replace(rule, theirs=by_meaning[meant_by[rule.theirs]])
-            if rule.theirs in missing and meant_by[rule.theirs] in by_meaning
+            replace(rule, source=by_meaning[meant_by[rule.source]])
+            if rule.source in missing and meant_by[rule.source] in by_meaning
             else rule
             for rule in rules
         ]

@@ -89,12 +89,12 @@ class StoredNames:
         """
         by_name: dict[str, list[WeightRule]] = {}
         for rule in self.rules:
-            by_name.setdefault(rule.ours, []).append(rule)
+            by_name.setdefault(rule.parameter, []).append(rule)
         incomplete = self._incomplete(set(names), changed)
         out: list[WeightRule] = []
         for name in names:
             own = [] if name in changed else by_name.get(name, [])
-            if any(rule.theirs in incomplete for rule in own) or not own:
+            if any(rule.source in incomplete for rule in own) or not own:
                 out.append(WeightRule(name, self._own_name(name, by_name)))
             else:
                 out += own
@@ -102,13 +102,13 @@ class StoredNames:
 
     def _incomplete(self, names: set[str], changed: Collection[str]) -> set[str]:
         """Return the names of stored tensors that contain a removed or changed parameter."""
-        return {r.theirs for r in self.rules if r.ours not in names or r.ours in changed}
+        return {r.source for r in self.rules if r.parameter not in names or r.parameter in changed}
 
     def _own_name(self, name: str, rules: Mapping[str, list[WeightRule]]) -> str:
         owner, _, key = name.rpartition(".")
         own = rules.get(f"{owner}.weight", [])
         if key in PACKED_KEYS and len(own) == 1 and own[0].part is None:
-            return own[0].theirs.removesuffix("weight") + key
+            return own[0].source.removesuffix("weight") + key
         return OWN_PREFIX + name
 
 
@@ -239,7 +239,7 @@ def _as_box(rule: WeightRule, shape: Sequence[int]) -> BoxRule:
     if isinstance(rule, BoxRule):
         return rule
     box = tuple((0, size, 1, True) for size in shape)
-    return BoxRule(rule.ours, rule.theirs, box=box, order=tuple(range(len(shape))))
+    return BoxRule(rule.parameter, rule.source, box=box, order=tuple(range(len(shape))))
 
 
 def _rules_of_parts(

@@ -29,7 +29,7 @@ from bmforge.models.transformers.calls import (
 from bmforge.models.transformers.small_copy import VOCABULARY, build_small_copy
 from bmforge.models.transformers.stages import SplitPoints, find_split_points
 from bmforge.models.transformers.structure import Structure, find_structure
-from bmforge.models.transformers.weight_use import find_untrained, noting_reads
+from bmforge.models.transformers.weight_use import find_untrained, track_weight_reads
 from bmforge.nn.dense_weight import is_conv1d
 from bmforge.nn.low_rank import linear_sizes
 
@@ -112,7 +112,7 @@ def probe_architecture(hf_config: Any, head: str) -> Behavior:
         small_copy = build_small_copy(hf_config, head)
         if head == "sequence_to_sequence":
             _, use = _observe_use(small_copy, _text_ids(), decoder_input_ids=_text_ids())
-            return replace(untested, caches=_continues_targets(small_copy), **use)
+            return replace(untested, caches=_target_cache_matches(small_copy), **use)
         if head in _ENCODER_HEADS:
             return replace(untested, **_observe_use(small_copy, _text_ids())[1])
         if head == "image_text_to_text":
@@ -167,11 +167,11 @@ def _observe_use(small_copy: Any, ids: Tensor, **options: Tensor) -> tuple[Tenso
         part.register_forward_pre_hook(_note_call(general[name], called))
         for name, part in small_copy.named_modules()
     ]
-    with noting_reads(small_copy) as read:
+    with track_weight_reads(small_copy) as read:
         logits = _run(small_copy, ids, **options)
     for hook in hooks:
         hook.remove()
-    if read and _runs_without_reads(small_copy, ids, logits, **options):
+    if read and _ignores_weight_reads(small_copy, ids, logits, **options):
         read = set()  # T5 reads a dtype, if there is a weight
     return logits, {
         "idle": frozenset(set(general.values()) - called),
@@ -181,10 +181,10 @@ def _observe_use(small_copy: Any, ids: Tensor, **options: Tensor) -> tuple[Tenso
     }
 
 
-def _runs_without_reads(small_copy: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
+def _ignores_weight_reads(small_copy: Any, ids: Tensor, logits: Tensor, **options: Tensor) -> bool:
     """Return True if the logits stay the same when other modules read None from `weight`."""
     try:
-        with noting_reads(small_copy, hidden=True):
+        with track_weight_reads(small_copy, hidden=True):
             return torch.equal(_run(small_copy, ids, **options), logits)
     except Exception:  # the code of an architecture needs the weights
         return False
@@ -293,7 +293,7 @@ def _continues(small_copy: Any, ids: Tensor, logits: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _continues_targets(small_copy: Any) -> bool:
+def _target_cache_matches(small_copy: Any) -> bool:
     """Return True if an encoder-decoder's cached decoding has the logits of one forward pass."""
     name, past = cache_argument(small_copy), None
     source, target = (torch.arange(_TOKENS).add(n).remainder(VOCABULARY)[None] for n in (5, 40))

@@ -59,7 +59,7 @@ class SplitPoints:
     after: frozenset[str] = frozenset()
 
 
-class _StandIn(nn.Module):
+class _StageProxy(nn.Module):
     """Stand-in for a module of another pipeline stage; forwards attribute access to that module."""
 
     def __init__(self, source: nn.Module) -> None:
@@ -71,7 +71,7 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["source"], name)
 
 
-class _OtherBlock(_StandIn):
+class _OtherBlock(_StageProxy):
     """Stand-in for a block of another pipeline stage.
 
     Args:
@@ -98,7 +98,7 @@ class _OtherBlock(_StandIn):
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
-class _NoEmbedding(_StandIn):
+class _NoEmbedding(_StageProxy):
     """Stand-in for the token embedding of another pipeline stage; returns zeros.
 
     Args:

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["find_untrained", "noting_reads"]
+__all__ = ["find_untrained", "track_weight_reads"]
 
 
 @contextmanager
-def noting_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[set[str]]:
+def track_weight_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[set[str]]:
     """Context manager: collect the names of linear layers whose `weight` other code accesses.
 
     With `hidden`, such an access returns None, as it does for a quantized layer.

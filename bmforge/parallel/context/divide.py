@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.nn.alibi import alibi_bias
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.parallel.collectives import exchange_rows, sum_backward, sum_forward
-from bmforge.parallel.context.ring import attend_causally, attend_in_ring
+from bmforge.parallel.context.ring import attend_causally, ring_attention
 from bmforge.parallel.context.token_share import MaskWithShare, TokenCut, TokenShare
 from bmforge.records import as_stack_, fill_slot_
 from bmforge.surgery import wrap_forward_
@@ -38,8 +38,8 @@ from bmforge.surgery import wrap_forward_
 __all__ = ["METHODS", "apply_context_parallel_", "context_problems"]
 
 # (queries, keys, values, mask, bias, causal, scale, dropout, prefix), the last being optional;
-# see `nn.attention.mix_values`.
-Mix = Callable[..., Tensor]
+# see `nn.attention.compute_attention`.
+AttentionFn = Callable[..., Tensor]
 Pair = tuple[Tensor, Tensor]
 
 
@@ -76,12 +76,12 @@ def apply_context_parallel_(
             if _is_window(attn):
                 _gather_window_attention_(attn)
             else:
-                attn.mix = _shard_mix(attn, method, group.rank())
+                attn.attention_fn = _shard_attention_fn(attn, method, group.rank())
                 if method == "gather" and getattr(attn, "softcap", None) is not None:
-                    attn.mix = partial(attn.mix, is_plain=False)
+                    attn.attention_fn = partial(attn.attention_fn, is_plain=False)
         for block in stack.children():
             if getattr(block, "layer_drop", 0.0):
-                fill_slot_(block, "agree", partial(_take_first, group))
+                fill_slot_(block, "sync_random", partial(_take_first, group))
     for module in model.modules():
         if hasattr(module, "pick_tokens"):
             fill_slot_(module, "pick_tokens", partial(_pick_tokens, group))
@@ -89,13 +89,15 @@ def apply_context_parallel_(
             fill_slot_(module, "join_tokens", partial(_join_tokens, group))
 
 
-def _shard_mix(attn: Any, method: str, rank: int) -> Mix:
-    """Return the function that computes an attention module's `mix` on sharded tokens."""
+def _shard_attention_fn(attn: Any, method: str, rank: int) -> AttentionFn:
+    """Return the function that computes an attention module's `attention_fn` on sharded tokens."""
     if not getattr(attn, "alibi", False):
-        return partial(METHODS[method], attn.mix)
+        return partial(METHODS[method], attn.attention_fn)
     if method == "ulysses":
-        return partial(_mix_by_heads, partial(mix_values, slopes=partial(_own_slopes, attn, rank)))
-    return partial(_mix_with_alibi, METHODS[method], attn)
+        return partial(
+            _ulysses_attention, partial(compute_attention, slopes=partial(_own_slopes, attn, rank))
+        )
+    return partial(_alibi_attention, METHODS[method], attn)
 
 
 def _own_slopes(attn: Any, rank: int, query: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def context_problems(
                 "named `attn`"
             )
         ]
-    if any(not hasattr(attn, "mix") for attn in attentions):
+    if any(not hasattr(attn, "attention_fn") for attn in attentions):
         return [
             (
                 f"cp={size}: the attention of {name} does not support keys and values of other "
@@ -164,8 +166,8 @@ def _is_window(attn: nn.Module) -> bool:
     return hasattr(attn, "pick_own")
 
 
-def _mix_gathered(
-    inner: Mix,
+def _gathered_attention(
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -214,8 +216,8 @@ def _causal_rows(share: TokenShare, device: torch.device) -> Tensor:
     return (positions <= share.take(positions, 0)[:, None])[None, None]
 
 
-def _mix_in_ring(
-    inner: Mix,
+def _ring_attention(
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -228,16 +230,18 @@ def _mix_in_ring(
 ) -> Tensor:
     """Compute ring attention or, with attention dropout, attention over gathered keys."""
     if dropout or not isinstance(mask, MaskWithShare):
-        return _mix_gathered(inner, query, key, value, mask, bias, causal, scale, dropout, *prefix)
+        return _gathered_attention(
+            inner, query, key, value, mask, bias, causal, scale, dropout, *prefix
+        )
     is_plain = mask.mask is None and bias is None
     first = torch.cat(prefix[0], -1).to(key.dtype)[None] if prefix else None
-    return attend_in_ring(
+    return ring_attention(
         query, key, value, mask.mask, bias, mask.share, causal and is_plain, scale, first
     )
 
 
-def _mix_with_alibi(
-    method: Mix,
+def _alibi_attention(
+    method: AttentionFn,
     attn: Any,
     query: Tensor,
     key: Tensor,
@@ -251,7 +255,7 @@ def _mix_with_alibi(
 ) -> Tensor:
     """Compute gathered or ring attention with the ALiBi bias of this rank's tokens."""
     if not isinstance(mask, MaskWithShare):
-        inner: Mix = partial(mix_values, slopes=attn.slopes)
+        inner: AttentionFn = partial(compute_attention, slopes=attn.slopes)
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share = mask.share
     if mask.mask is None and causal:
@@ -260,12 +264,12 @@ def _mix_with_alibi(
     before = prefix[0][0].shape[1] if prefix else 0
     own = share.take(torch.arange(share.length, device=query.device), 0) + before
     bias = alibi_bias(attn.slopes(query), own, share.length + before).to(query.dtype)
-    method = _mix_gathered if prefix else method
-    return method(mix_values, query, key, value, mask, bias, False, scale, dropout, *prefix)
+    method = _gathered_attention if prefix else method
+    return method(compute_attention, query, key, value, mask, bias, False, scale, dropout, *prefix)
 
 
-def _mix_by_heads(
-    inner: Mix,
+def _ulysses_attention(
+    inner: AttentionFn,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -300,10 +304,10 @@ def _repeat_for(kv_heads: int, heads: int, size: int) -> int:
     return next(n for n in range(1, groups + 1) if groups % n == 0 and kv_heads * n % size == 0)
 
 
-METHODS: dict[str, Mix] = {
-    "gather": _mix_gathered,
-    "ring": _mix_in_ring,
-    "ulysses": _mix_by_heads,
+METHODS: dict[str, AttentionFn] = {
+    "gather": _gathered_attention,
+    "ring": _ring_attention,
+    "ulysses": _ulysses_attention,
 }
 
 
@@ -321,12 +325,12 @@ def _on_all_tokens(
 ) -> Tensor:
     if not isinstance(mask, MaskWithShare):
         return inner(x, mask, *more, **named)
-    enter, pick_own = attn.enter, attn.pick_own
-    attn.enter, attn.pick_own = (lambda own: mask.share.gather(enter(own))), mask.share.take
+    input_fn, pick_own = attn.input_fn, attn.pick_own
+    attn.input_fn, attn.pick_own = (lambda own: mask.share.gather(input_fn(own))), mask.share.take
     try:
         return inner(x, mask.mask, *more, **named)
     finally:
-        attn.enter, attn.pick_own = enter, pick_own
+        attn.input_fn, attn.pick_own = input_fn, pick_own
 
 
 def _pick_tokens(

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from bmforge.parallel.context.token_share import Chunk, TokenShare
 
-__all__ = ["attend_causally", "attend_in_ring", "attend_to_ends"]
+__all__ = ["attend_causally", "ring_attention", "attend_to_ends"]
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -263,7 +263,7 @@ class _Causal(torch.autograd.Function):
         return work.grad_query.to(query.dtype), grad_pair.to(pair.dtype), None, None
 
 
-def attend_in_ring(
+def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

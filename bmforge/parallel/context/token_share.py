@@ -137,7 +137,7 @@ class TokenShare:
                 parts.append(x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :]))
         return torch.cat(parts, dim)
 
-    def enter(
+    def shard_inputs(
         self, x: Tensor, masks: dict[Any, Any], inputs: dict[str, Any]
     ) -> tuple[Tensor, dict[Any, Any], dict[str, Any]]:
         """Shard the inputs of a stack of blocks: hidden states, masks, biases and rotary tables.

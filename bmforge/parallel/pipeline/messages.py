@@ -36,7 +36,7 @@ from bmforge.parallel.collectives import gather_into
 from bmforge.parallel.pipeline.replay import order_messages
 from bmforge.parallel.pipeline.schedules import Schedule, StageMessage
 
-__all__ = ["MAX_DIMS", "MAX_TENSORS", "Link", "Route", "Tensors", "Wire", "share_from"]
+__all__ = ["MAX_DIMS", "MAX_TENSORS", "Link", "Route", "Tensors", "StageMessages", "share_from"]
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -197,7 +197,7 @@ class _Outgoing:
     works: list[dist.Work]
 
 
-class Wire:
+class StageMessages:
     """Sends and receives the messages of one execution of a schedule.
 
     Sends are asynchronous. The tensors of a sent message are kept until a later message from its

@@ -24,9 +24,9 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
 from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
-from bmforge.parallel.pipeline.stages import Cutting
+from bmforge.parallel.pipeline.stages import StageAssignment
 from bmforge.parallel.zero import groups_of_state
-from bmforge.records import as_stack_, fill_slot_, laid_out
+from bmforge.records import as_stack_, fill_slot_, find_parallel_record
 from bmforge.shards import local_tensor
 from bmforge.surgery import wrap_forward_
 
@@ -78,7 +78,7 @@ class PipelinedModel:
     def __init__(
         self,
         model: nn.Module,
-        cutting: Cutting,
+        cutting: StageAssignment,
         mesh: DeviceMesh,
         schedule: tuple[str, int | None],
         shared: Mapping[str, Sequence[int]],
@@ -287,7 +287,7 @@ def run_step(model: nn.Module, run: Run, micro_batches: Sequence[Batch]) -> list
 
 def pipeline_of(model: nn.Module) -> PipelinedModel | None:
     """Return the `PipelinedModel` of a pipelined model; None for any other model."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     return None if record is None else record.pipeline
 
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bmforge.batch import Batch
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.parallel.pipeline.messages import Link, Route, Tensors, Wire, share_from
+from bmforge.parallel.pipeline.messages import Link, Route, StageMessages, Tensors, share_from
 from bmforge.parallel.pipeline.schedules import Action, Schedule, StageMessage, forward_only
 from bmforge.parallel.pipeline.split_backward import WeightBackward, backward_input
 
@@ -59,7 +59,7 @@ class _ForwardState:
 class _ScheduleState:
     """State of one execution of a schedule."""
 
-    wire: Wire
+    wire: StageMessages
     micro_batches: Sequence[Batch]
     handed: dict[StageMessage, Tensors] = field(default_factory=dict)
     saved: dict[tuple[int, int], _ForwardState] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Pipeline:
         if not self._connected:
             self.link.connect(list(self._route.messages))
             self._connected = True
-        return _ScheduleState(Wire(route, self.link), micro_batches)
+        return _ScheduleState(StageMessages(route, self.link), micro_batches)
 
     def _find_completing(self) -> set[Action]:
         """Return, per stage of this rank, the last action that adds to its gradients."""

@@ -19,7 +19,7 @@ from torch import nn
 from bmforge.records import Span
 from bmforge.surgery import match_glob
 
-__all__ = ["Cutting", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cutting"]
+__all__ = ["StageAssignment", "PipelineRules", "cut_blocks", "drop_the_rest_", "plan_cutting"]
 
 
 class PipelineRules(Protocol):
@@ -39,7 +39,7 @@ class PipelineRules(Protocol):
 
 
 @dataclass(frozen=True)
-class Cutting:
+class StageAssignment:
     """Assignment of blocks and modules to stages.
 
     Args:
@@ -121,7 +121,7 @@ def _best_cut(
 
 def plan_cutting(
     model: nn.Module, rules: PipelineRules, stages: int, sizes: Sequence[int], balance: str
-) -> Cutting:
+) -> StageAssignment:
     """Assign the modules of a model to `stages` stages; the model is not changed.
 
     Args:
@@ -141,9 +141,9 @@ def plan_cutting(
     for size in sizes:
         spans.append(dict(_spans(stacks, begin, begin + size)))
         begin += size
-    homes = dict(_homes(model, rules, spans))
+    homes = dict(_stages_of_modules(model, rules, spans))
     _join_ties(model, homes)
-    return Cutting(tuple(spans), homes)
+    return StageAssignment(tuple(spans), homes)
 
 
 def _spans(stacks: dict[str, list[nn.Module]], begin: int, end: int) -> Iterator[tuple[str, Span]]:
@@ -181,7 +181,7 @@ def _fits(name: str, globs: Sequence[str]) -> bool:
     return any(match_glob(name, glob) for glob in globs)
 
 
-def _homes(
+def _stages_of_modules(
     model: nn.Module, rules: PipelineRules, spans: Sequence[dict[str, Span]]
 ) -> Iterator[tuple[str, frozenset[int]]]:
     """Yield the name and the stages of each module or parameter that is not split further."""
@@ -243,7 +243,7 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def drop_the_rest_(
-    model: nn.Module, cutting: Cutting, stages: Sequence[int]
+    model: nn.Module, cutting: StageAssignment, stages: Sequence[int]
 ) -> dict[str, list[int]]:
     """Remove the modules that belong to none of `stages`; return the shared parameters.
 

@@ -13,8 +13,8 @@ from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
 from bmforge.parallel.pipeline.schedules import problems, write_schedule
+from bmforge.parallel.planner.fake_op_cache import FakeOpCache
 from bmforge.parallel.planner.hardware import Cluster
-from bmforge.parallel.planner.outcomes import Outcomes
 from bmforge.parallel.planner.peak import (
     Memory,
     Share,
@@ -141,7 +141,7 @@ class Estimator:
     engine: TrainingEngine = OURS
     traces: dict[Setting, StepTrace] = field(default_factory=dict)
     store: TraceStore | None = None
-    _outcomes: Outcomes = field(default_factory=Outcomes)
+    _outcomes: FakeOpCache = field(default_factory=FakeOpCache)
     _counts: tuple[float, float] | None = None
     _model: nn.Module | None = None
     _ranks: dict[Layout, tuple[Rank, ...]] = field(default_factory=dict)

@@ -92,8 +92,8 @@ def peak_memory(trace: StepTrace, share: Share) -> Memory:
     at = max((curve[int(curve.sum(1).argmax())] for curve in curves), key=lambda row: row.sum())
     parts = dict(zip(PARTS, at.tolist(), strict=True))
     parts["gradients"] += parts.pop("unsharded gradients")
-    # Buffers that blocks pass on count as negative activations (`_of_more_blocks`). If no
-    # activations are left, the buffers belong to the collectives that allocated them.
+    # Buffers that blocks pass on count as negative activations, see `_memory_of_untraced_blocks`.
+    # If no activations are left, the buffers belong to the collectives that allocated them.
     handed = min(parts["activations"], 0.0)
     parts["activations"] -= handed
     parts["communication"] += handed
@@ -127,14 +127,16 @@ def _live(trace: StepTrace, ends: set[int]) -> Curve:
 
 
 def _whole_curve(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
-    curve = lives[0] + _of_more_blocks(lives, trace, share, last)
+    curve = lives[0] + _memory_of_untraced_blocks(lives, trace, share, last)
     curve[:, _INDEX["activations"]] += _held_in_flight(curve, trace, share)
     _add_static(curve, trace, share)
     _offload(curve, trace, share)
     return curve
 
 
-def _of_more_blocks(lives: list[Curve], trace: StepTrace, share: Share, last: bool) -> Curve:
+def _memory_of_untraced_blocks(
+    lives: list[Curve], trace: StepTrace, share: Share, last: bool
+) -> Curve:
     """Return the memory that the untraced blocks add after every event, by category.
 
     The untraced blocks run before the middle block if `last`, else after it.

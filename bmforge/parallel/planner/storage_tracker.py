@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from bmforge.parallel.planner.outcomes import Outcomes, tensors_of
+from bmforge.parallel.planner.fake_op_cache import FakeOpCache, tensors_of
 
 T = TypeVar("T")
 
-__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "Follower"]
+__all__ = ["FIRST_END", "INSIDE", "LAST_END", "PARTS", "StorageTracker"]
 
 PARTS = (
     "parameters",
@@ -73,7 +73,7 @@ class _Storage:
     events: list[int] = field(default_factory=list)
 
 
-class Follower(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Dispatch mode that records every allocation and release of a storage, and operator costs.
 
     Args:
@@ -81,9 +81,9 @@ class Follower(TorchDispatchMode):
         outcomes: cached results of fake operators from other followers.
     """
 
-    def __init__(self, copies: bool = False, outcomes: Outcomes | None = None) -> None:
+    def __init__(self, copies: bool = False, outcomes: FakeOpCache | None = None) -> None:
         super().__init__()
-        self.outcomes = outcomes or Outcomes()
+        self.outcomes = outcomes or FakeOpCache()
         self.copies, self.end = copies, INSIDE
         self.events: list[tuple[int, int, int]] = []
         self.alive: dict[int, _Storage] = {}

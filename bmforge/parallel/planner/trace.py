@@ -28,14 +28,14 @@ from bmforge.parallel.layout import Layout, build_mesh
 from bmforge.parallel.parallelize import parallelize
 from bmforge.parallel.pipeline.model import reduce_gradients_
 from bmforge.parallel.planner.dry_run import join_fakes
-from bmforge.parallel.planner.outcomes import Outcomes
+from bmforge.parallel.planner.fake_op_cache import FakeOpCache
 from bmforge.parallel.planner.sharded_sizes import count_sharded, find_ends, held_bytes, local_bytes
 from bmforge.parallel.planner.storage_tracker import (
     FIRST_END,
     INSIDE,
     LAST_END,
     PARTS,
-    Follower,
+    StorageTracker,
 )
 from bmforge.parallel.planner.workload import Workload
 from bmforge.parallel.zero import param_groups_of
@@ -141,7 +141,9 @@ class StepTrace:
     others: tuple[tuple[int, StepTrace], ...] = ()
 
 
-def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None = None) -> StepTrace:
+def trace_step(
+    workload: Workload, setting: Setting, outcomes: FakeOpCache | None = None
+) -> StepTrace:
     """Trace one step of the short model on one process, with every kind of block.
 
     Args:
@@ -153,7 +155,7 @@ def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None =
         ConfigError: the layout does not fit the model; or this process has already joined a process
             group.
     """
-    outcomes = outcomes or Outcomes()
+    outcomes = outcomes or FakeOpCache()
     others = [
         (count, _trace(replace(workload, build=build), setting, outcomes))
         for build, count in workload.kinds
@@ -161,7 +163,7 @@ def trace_step(workload: Workload, setting: Setting, outcomes: Outcomes | None =
     return replace(_trace(workload, setting, outcomes), others=tuple(others))
 
 
-def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrace:
+def _trace(workload: Workload, setting: Setting, outcomes: FakeOpCache) -> StepTrace:
     if dist.is_initialized():
         raise ConfigError(
             "planning cannot run in a process that has joined a process group. Start it "
@@ -182,7 +184,7 @@ def _trace(workload: Workload, setting: Setting, outcomes: Outcomes) -> StepTrac
                 recompute=setting.recompute,
                 prefetch=setting.prefetch,
             )
-        follower = Follower(setting.copies, outcomes)
+        follower = StorageTracker(setting.copies, outcomes)
         with FakeTensorMode(allow_non_fake_inputs=True), workload.around(follower), _quiet():
             workload.materialize(model)
             return _follow_step(workload, setting, model, ends, follower)
@@ -208,7 +210,7 @@ def _follow_step(
     setting: Setting,
     model: nn.Module,
     ends: tuple[set[str], set[str]],
-    follower: Follower,
+    follower: StorageTracker,
 ) -> StepTrace:
     marks = _Marks(model, follower)
     owners = _owners(model, ends)
@@ -267,7 +269,7 @@ def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]
 
 
 @torch.no_grad()
-def _assign(follower: Follower, model: nn.Module, owners: dict[int, int]) -> None:
+def _assign(follower: StorageTracker, model: nn.Module, owners: dict[int, int]) -> None:
     """Set the category and owner of the storages of gradients and gathered parameters."""
     for p in model.parameters():
         if p.grad is not None:
@@ -291,7 +293,7 @@ class _Marks:
         follower: memory tracker.
     """
 
-    def __init__(self, model: nn.Module, follower: Follower) -> None:
+    def __init__(self, model: nn.Module, follower: StorageTracker) -> None:
         self.found: list[Mark] = []
         self.micro_batch, self.carry_bytes = 0, 0
         self.follower = follower

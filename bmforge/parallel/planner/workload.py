@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmforge.parallel.planner.storage_tracker import Follower
+from bmforge.parallel.planner.storage_tracker import StorageTracker
 
 __all__ = ["Resident", "Workload"]
 
@@ -73,6 +73,6 @@ class Workload:
     flops_per_token: float
     whole: Callable[[], nn.Module]
     kinds: tuple[tuple[Callable[[int], nn.Module], int], ...] = ()
-    around: Callable[[Follower], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[StorageTracker], AbstractContextManager[Any]] = nullcontext
     order: tuple[int, ...] = ()
     key: str = ""

@@ -66,13 +66,13 @@ class TensorGroup:
     def sum_forward(self, x: Tensor) -> Tensor:
         return sum_forward(x, self.group)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """All-gather the sharded tokens of `x`: every rank gets the sublayer's full input."""
         if self.tokens is None:
             return sum_backward(x, self.group)
         return gather_tokens(x, self.group, summed=True)[:, : self.tokens]
 
-    def leave(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """Return the output of a sublayer: the sum of all partial results."""
         if self.tokens is None:
             return sum_forward(x, self.group)
@@ -117,8 +117,8 @@ def view_here(parameter: Tensor) -> Tensor:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return True if a module is an MoE layer, which has its own `leave` hook."""
-    return hasattr(module, "leave")
+    """Return True if a module is an MoE layer, which has its own `output_fn`."""
+    return hasattr(module, "output_fn")
 
 
 def _apply_part_(module: Any, tensor: TensorGroup) -> None:
@@ -126,9 +126,9 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
     if is_mixture(module):
         _apply_mixture_(module, tensor)
     else:
-        module.enter = tensor.enter
-    if hasattr(module, "enter_memory"):
-        module.enter_memory = tensor.sum_backward
+        module.input_fn = tensor.gather_input
+    if hasattr(module, "memory_fn"):
+        module.memory_fn = tensor.sum_backward
     if hasattr(module, "head_share"):
         module.head_share = (tensor.rank, tensor.size)
     if getattr(module, "dropout", 0.0):
@@ -137,11 +137,11 @@ def _apply_part_(module: Any, tensor: TensorGroup) -> None:
 
 def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
     """Set the collectives of an MoE layer with replicated routing and sharded experts."""
-    module.enter, module.leave = tensor.sum_backward, tensor.sum_forward
-    wrap_forward_(module, partial(_mix_all_tokens, tensor), "part")
+    module.input_fn, module.output_fn = tensor.sum_backward, tensor.sum_forward
+    wrap_forward_(module, partial(_run_mixture_on_all_tokens, tensor), "part")
 
 
-def _mix_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
+def _run_mixture_on_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
     if tensor.tokens is None:
         return inner(x)
     out, logits = inner(tensor.restore(x))
@@ -193,7 +193,7 @@ def add_up_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> Tensor:
-    out = tensor.leave(out)
+    out = tensor.reduce_output(out)
     return out if module.bias is None else out + tensor.view_between(module.bias)
 
 
@@ -223,7 +223,7 @@ class _Vocab:
         self.first = tensor.rank * self.width
         self.is_last = tensor.rank == tensor.size - 1
 
-    def enter(self, x: Tensor) -> Tensor:
+    def sum_backward(self, x: Tensor) -> Tensor:
         return sum_backward(x, self.group)
 
     def gather(self, logits: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ from bmforge.train.checkpoint.retention import (
 from bmforge.train.checkpoint.state import Optimizers, Snapshot, list_optimizers, take_snapshot
 from bmforge.train.checkpoint.write import (
     FAULT_POINTS,
+    DiskFullError,
     Fault,
-    NoRoomError,
     no_fault,
     publish,
 )
@@ -322,7 +322,7 @@ class Checkpointer:
         arguments = self.directory, snapshot, self._peers, self._fault, self._verified
         try:
             publish(*arguments)
-        except NoRoomError:
+        except DiskFullError:
             if not self._peers.broadcast(self._peers.rank == 0 and self._make_room(snapshot.step)):
                 raise
             publish(*arguments)

@@ -36,7 +36,7 @@ __all__ = [
     "MANIFEST_NAME",
     "TEMPORARY_PREFIX",
     "DamagedCheckpointError",
-    "damage_of",
+    "describe_damage",
     "file_path",
     "find_checkpoints",
     "find_damage",
@@ -246,7 +246,7 @@ def find_damage(
         parts: number of processes that check the files together.
     """
     names = sorted(manifest["files"])[part::parts]
-    damage = (damage_of(Path(path), name, manifest["files"][name]) for name in names)
+    damage = (describe_damage(Path(path), name, manifest["files"][name]) for name in names)
     return [problem for problem in damage if problem is not None]
 
 
@@ -255,7 +255,7 @@ def file_path(path: Path, name: str, record: dict[str, Any]) -> Path:
     return path.resolve().parent / FROZEN_NAME / name if record.get("shared") else path / name
 
 
-def damage_of(path: Path, name: str, record: dict[str, Any]) -> str | None:
+def describe_damage(path: Path, name: str, record: dict[str, Any]) -> str | None:
     """Describe the damage of a file named in the manifest; None if it is intact."""
     where = file_path(path, name, record)
     if record.get("shared") and not where.exists():

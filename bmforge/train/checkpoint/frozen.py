@@ -25,7 +25,7 @@ from bmforge.logging import get_logger
 from bmforge.shards import Box, Source
 from bmforge.train.checkpoint.format import (
     FROZEN_NAME,
-    damage_of,
+    describe_damage,
     file_path,
     find_checkpoints,
     read_manifest,
@@ -83,7 +83,7 @@ def _is_valid(path: Path, name: str, record: dict[str, Any], verified: set[str])
     if name in verified and where.exists() and where.stat().st_size == record["bytes"]:
         return True
     verified.discard(name)
-    problem = damage_of(path, name, record)
+    problem = describe_damage(path, name, record)
     if problem is not None:
         get_logger().warning("%s; its contents are written again", problem)
         return False

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import (
     Box,
-    laid_out_like,
     local_box,
     local_tensor,
     put_values_,
+    shard_like,
     source_of,
 )
 from bmforge.train.checkpoint.base import find_other_base
@@ -259,7 +259,7 @@ def apply_checkpoint(
                 values[key] = _state_tensor(reader, name, key, parameter, group, optimizer)
             write_state(optimizer, parameter, values)
         _restore_groups(model, optimizers, saved)
-    record = laid_out(model)
+    record = find_parallel_record(model)
     for streamer in () if record is None else record.streamers:
         streamer.forget()  # blocks that are on the device have the old weights
 
@@ -295,7 +295,7 @@ def _read_like(reader: ChunkReader, name: str, pattern: Tensor) -> Tensor:
     local = local_tensor(pattern)
     result = torch.empty_like(local, dtype=value.dtype, requires_grad=False)
     result.copy_(value.reshape(local.shape))
-    return laid_out_like(result, pattern)
+    return shard_like(result, pattern)
 
 
 def _restore_groups(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from bmforge.errors import CheckpointError
 from bmforge.memory.state_storage import StateStorage
 from bmforge.parallel import STAGE_AXES, counts_here, pipeline_of
-from bmforge.records import laid_out, side_of
+from bmforge.records import find_parallel_record, metadata_of
 from bmforge.shards import (
     Box,
     Source,
@@ -159,7 +159,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         f"model/{name}": tensor
         for name, tensor in named_tensors(model).items()
         # Streamed weights that are not trained are not saved.
-        if not is_streamed(tensor) or side_of(tensor).master is not None
+        if not is_streamed(tensor) or metadata_of(tensor).master is not None
     }
 
 
@@ -218,7 +218,7 @@ def take_snapshot(
     """
     state = dict(state or {})
     check_json(state, "state")
-    record, pipeline = laid_out(model), pipeline_of(model)
+    record, pipeline = find_parallel_record(model), pipeline_of(model)
     mesh = None if record is None else record.mesh
     leads = rank == 0 if mesh is None else counts_here(mesh, *STAGE_AXES)
 

@@ -51,7 +51,7 @@ from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import ChunkReader
 from bmforge.train.checkpoint.state import Snapshot
 
-__all__ = ["FAULT_POINTS", "Fault", "NoRoomError", "no_fault", "publish"]
+__all__ = ["FAULT_POINTS", "Fault", "DiskFullError", "no_fault", "publish"]
 
 # Disk full, and quota exceeded.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -85,7 +85,7 @@ def no_fault(phase: str) -> None:
     """Do nothing; the default of `fault`, which tests replace to kill a process while it saves."""
 
 
-class NoRoomError(CheckpointError):
+class DiskFullError(CheckpointError):
     """Raised if the disk has no space for another checkpoint."""
 
 
@@ -104,7 +104,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
         return _Outcome(function(*args))
     except Exception as error:
         get_logger().debug("checkpoint step failed", exc_info=True)
-        no_room = isinstance(error, NoRoomError) or getattr(error, "errno", None) in _NO_ROOM
+        no_room = isinstance(error, DiskFullError) or getattr(error, "errno", None) in _NO_ROOM
         text = str(error).rstrip(".")
         if not isinstance(error, CheckpointError):
             text = f"{type(error).__name__}: {text}"
@@ -129,7 +129,7 @@ def publish(
             not verified again; new files are added in place.
 
     Raises:
-        NoRoomError: the disk has no space (checked before writing if the file system reports it).
+        DiskFullError: the disk has no space (checked before writing if the file system reports it).
         CheckpointError: the checkpoint could not be written, or a valid checkpoint of this step
             with other content exists; the same on every process.
 
@@ -182,7 +182,7 @@ def _check_room(shares: list[_WriteSize]) -> None:
     needed = sum(share.needed_bytes for share in shares) + _MARGIN_BYTES
     free = shares[0].free_bytes
     if needed > free:
-        raise NoRoomError(
+        raise DiskFullError(
             f"the checkpoint needs {needed / 1000000000.0:.3f} GB, but only "
             f"{free / 1000000000.0:.3f} GB are free. Free disk space, or save to another disk."
         )
@@ -190,7 +190,7 @@ def _check_room(shares: list[_WriteSize]) -> None:
 
 def _raise_failure(final: Path, outcome: _Outcome) -> None:
     if outcome.error is not None:
-        kind = NoRoomError if outcome.no_room else CheckpointError
+        kind = DiskFullError if outcome.no_room else CheckpointError
         raise kind(f"checkpoint {final} could not be saved: {outcome.error}.")
 
 
@@ -302,7 +302,7 @@ def _finish(
     """
     failures = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error is not None]
     if failures:
-        kind = NoRoomError if any(o.no_room for o in outcomes) else CheckpointError
+        kind = DiskFullError if any(o.no_room for o in outcomes) else CheckpointError
         raise kind("; ".join(failures) + ".")
     fault("exchanged")
     manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, recorded)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from bmforge.device import is_host
-from bmforge.memory.copies import CopyEngine, Ticket
+from bmforge.memory.copies import CopyEngine, CopyHandle
 from bmforge.memory.gradients import Gradient, OffloadedGradient, offloaded_gradient
 from bmforge.memory.state_storage import StateStorage
-from bmforge.shards import is_streamed, laid_out_like, local_tensor
+from bmforge.shards import is_streamed, local_tensor, shard_like
 from bmforge.train.optim.adam_kernel import load_adam_kernel, step_plain
 from bmforge.train.optim.muon import Muon, update_
 
@@ -56,7 +56,7 @@ class OffloadedParameter:
     master: StateStorage | None = None
     steps: int = 0
     gradient: OffloadedGradient | None = None
-    pending_copies: list[Ticket] = field(default_factory=list)
+    pending_copies: list[CopyHandle] = field(default_factory=list)
     changed: Callable[[], None] | None = None
     early_gradient: Tensor | None = None
 
@@ -110,7 +110,7 @@ class OffloadedParameter:
 
     def put_weights(
         self, start: int, values: Tensor, narrow: Tensor | None = None
-    ) -> Ticket | None:
+    ) -> CopyHandle | None:
         """Write updated weights to the master and the parameter; return a pending copy's handle.
 
         Args:
@@ -207,7 +207,7 @@ def _like_parameter(parameter: Tensor, value: Any) -> Any:
     """Return a state tensor with the layout and device of its parameter."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    return laid_out_like(value.to(local_tensor(parameter).device), parameter)
+    return shard_like(value.to(local_tensor(parameter).device), parameter)
 
 
 class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):

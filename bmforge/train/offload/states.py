@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bmforge.device import is_host, memory_room_bytes, wide_dtype
+from bmforge.device import accumulation_dtype, is_host, memory_room_bytes
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.memory.copies import CopyEngine, make_copy_engine
-from bmforge.memory.gradients import Backlog, OffloadedGradient, wait_before_use
+from bmforge.memory.gradients import CopyLimit, OffloadedGradient, wait_before_use
 from bmforge.memory.offload import OffloadConfig, check_host_memory, choose_parameters
 from bmforge.memory.spill import SpillFile, format_bytes
 from bmforge.memory.state_storage import StateStorage, storage_bytes
 from bmforge.parallel import pipeline_of, reshard_, run_everywhere
 from bmforge.parallel.zero import change_dtype_, half_units
-from bmforge.records import laid_out, note_
+from bmforge.records import find_parallel_record, set_metadata_
 from bmforge.shards import is_streamed, local_tensor, source_of
 from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon, OffloadedParameter
 
@@ -136,7 +136,7 @@ class StateOffload:
             if key in self._narrow:
                 local = local_tensor(offloaded.parameter)
                 local.copy_(offloaded.master.fetch().view(local.shape))
-            note_(offloaded.parameter, master=None)
+            set_metadata_(offloaded.parameter, master=None)
             offloaded.master = None
         self._narrow = set()
         while self._hooks:
@@ -203,10 +203,10 @@ class StateOffload:
         offloaded = OffloadedParameter(parameter, order, self.engine, storages)
         if self._has_master(parameter):
             offloaded.master = StateStorage(
-                local.numel(), dtype=wide_dtype(local.dtype), disk=self._disk
+                local.numel(), dtype=accumulation_dtype(local.dtype), disk=self._disk
             )
             offloaded.master.put(0, source_of(parameter).read())
-            note_(parameter, master=offloaded.master)
+            set_metadata_(parameter, master=offloaded.master)
         return offloaded
 
     def _has_master(self, parameter: Tensor) -> bool:
@@ -246,7 +246,7 @@ class StateOffload:
         largest = max(
             local_tensor(offloaded.parameter).numel() for offloaded in self._away.values()
         )
-        self._backlog = Backlog(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
+        self._backlog = CopyLimit(max(_SMALLEST_BACKLOG_BYTES, 8 * largest))
         for key, offloaded in self._away.items():
             if key not in late:
                 label = f"parameter {offloaded.order}"
@@ -258,13 +258,17 @@ class StateOffload:
     def _home(self, local: Tensor, signed: bool) -> StateStorage:
         kind = self.config.states
         return StateStorage(
-            local.numel(), kind, dtype=wide_dtype(local.dtype), disk=self._disk, signed=signed
+            local.numel(),
+            kind,
+            dtype=accumulation_dtype(local.dtype),
+            disk=self._disk,
+            signed=signed,
         )
 
     def _state_bytes(self, parameter: Tensor, everywhere: bool) -> int:
         """Return the bytes of a parameter's states on the device or, if `everywhere`, offloaded."""
         local = local_tensor(parameter)
-        count, width = len(self._homes[id(parameter)][1]), wide_dtype(local.dtype)
+        count, width = len(self._homes[id(parameter)][1]), accumulation_dtype(local.dtype)
         if not everywhere:
             return count * local.numel() * width.itemsize
         sizes = [storage_bytes(local.numel(), self.config.states, width)] * count
@@ -290,7 +294,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
     narrow = [
         n
         for n, p in model.named_parameters()
-        if id(p) in offloaded_ids and p.dtype != wide_dtype(p.dtype)
+        if id(p) in offloaded_ids and p.dtype != accumulation_dtype(p.dtype)
     ]
     if narrow:
         raise ConfigError(
@@ -302,7 +306,7 @@ def _refuse_narrow(model: nn.Module, parameters: Sequence[Tensor]) -> None:
 
 def _streamers_of(model: nn.Module) -> tuple[Any, ...]:
     """Return the objects that stream a model's blocks; () if its weights are not streamed."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     return () if record is None else record.streamers
 
 

@@ -195,7 +195,7 @@ def load_adam_kernel() -> AdamKernel | None:
     if library is None:
         return None
     kernel = AdamKernel(library)
-    if not _gives_torchs_bits(kernel):
+    if not _matches_torch(kernel):
         get_logger().debug(
             "the fused AdamW kernel is not used, because its results differ from torch's"
         )
@@ -203,7 +203,7 @@ def load_adam_kernel() -> AdamKernel | None:
     return kernel
 
 
-def _gives_torchs_bits(kernel: AdamKernel) -> bool:
+def _matches_torch(kernel: AdamKernel) -> bool:
     """Return True if the kernel matches torch bit for bit over several steps and magnitudes."""
     generator = torch.Generator().manual_seed(0)
     count = 4099  # not a multiple of any vector length

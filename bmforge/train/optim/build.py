@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from bmforge.device import wide_dtype
+from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError, DistributedError, suggest
 from bmforge.parallel import offloaded_gradient, pipeline_of
 from bmforge.shards import local_tensor
@@ -339,7 +339,7 @@ def _norms(gradients: list[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each gradient, in float32 or wider, in few kernels."""
     norms: list[Tensor] = []
     for same_kind in _by_kind(gradients):
-        norms += torch._foreach_norm(same_kind, 2, dtype=wide_dtype(same_kind[0].dtype))
+        norms += torch._foreach_norm(same_kind, 2, dtype=accumulation_dtype(same_kind[0].dtype))
     return norms
 
 

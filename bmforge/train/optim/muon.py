@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
-from bmforge.shards import laid_out_like, local_box, local_tensor
+from bmforge.shards import local_box, local_tensor, shard_like
 
 __all__ = ["Muon", "update_"]
 
@@ -138,7 +138,7 @@ def _iteration_dtype(update: Tensor, dtype_name: str | None) -> torch.dtype:
 
 def _whole(part: Tensor, like: Tensor) -> Tensor:
     """All-gather the whole matrix from this process's shard `part`."""
-    laid_out = laid_out_like(part, like)
+    laid_out = shard_like(part, like)
     return laid_out.full_tensor() if isinstance(laid_out, DTensor) else laid_out
 
 

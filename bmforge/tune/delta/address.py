@@ -199,13 +199,13 @@ def published_names(model: Any) -> dict[str, list[str]]:
     rules = getattr(model, "published_rules", None)
     names: dict[str, list[str]] = {}
     for rule in rules() if callable(rules) else ():
-        published, own_name = rule.theirs.rpartition(".")[0], rule.ours.rpartition(".")[0]
+        published, own_name = rule.source.rpartition(".")[0], rule.parameter.rpartition(".")[0]
         if published and own_name and own_name not in names.setdefault(published, []):
             names[published].append(own_name)
     repeated = repeated_names(model) if names else set()
     for rule in model.all_rules() if repeated else ():  # the head of a tied model
-        if rule.ours in repeated:
-            names.setdefault(rule.theirs.rpartition(".")[0], [rule.ours.rpartition(".")[0]])
+        if rule.parameter in repeated:
+            names.setdefault(rule.source.rpartition(".")[0], [rule.parameter.rpartition(".")[0]])
     return names
 
 

@@ -11,7 +11,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.nn.attention import Attention
 from bmforge.nn.mlp import MLP
 from bmforge.nn.moe import MoE
-from bmforge.records import laid_out
+from bmforge.records import find_parallel_record
 from bmforge.shards import is_distributed
 from bmforge.surgery import persistent_tensors
 
@@ -24,9 +24,9 @@ __all__ = [
     "deltas_of",
     "find_delta",
     "has_deltas",
-    "is_laid_out",
+    "is_parallelized",
     "part_around",
-    "refuse_laid_out",
+    "refuse_parallelized",
     "whole_model",
 ]
 
@@ -122,7 +122,7 @@ def find_delta(model: nn.Module, name: str) -> Any:
     return deltas[name]
 
 
-def refuse_laid_out(model: nn.Module, what: str) -> None:
+def refuse_parallelized(model: nn.Module, what: str) -> None:
     """Raise `ConfigError` if a model is parallelized or streamed.
 
     The check is skipped for a model with the attribute `takes_parts`, which is set by code that
@@ -130,17 +130,17 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     """
     if getattr(model, "takes_parts", False):
         return
-    record = laid_out(model)
-    if is_laid_out(model) or (record is not None and record.streamers):
+    record = find_parallel_record(model)
+    if is_parallelized(model) or (record is not None and record.streamers):
         raise ConfigError(
             f"{type(model).__name__} is already parallelized or streamed. {what} before "
             "parallelize() and before streaming."
         )
 
 
-def is_laid_out(model: nn.Module) -> bool:
+def is_parallelized(model: nn.Module) -> bool:
     """Return True if a model is parallelized, even over one process."""
-    record = laid_out(model)
+    record = find_parallel_record(model)
     if record is not None and record.layout is not None:
         return True
     return any(is_distributed(tensor) for tensor in persistent_tensors(model).values())

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError, suggest
-from bmforge.nn.low_rank import settle_low_rank_
+from bmforge.nn.low_rank import init_magnitudes_
 from bmforge.nn.part import AdapterModule, attach_part_, detach_part_, tensor_notes
 from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import init_from_note_
-from bmforge.nn.token_rows import TOKENS_SLOT, settle_rows_
+from bmforge.nn.token_rows import TOKENS_SLOT, init_trained_rows_
 from bmforge.provenance import Provenance
 from bmforge.tune.delta.address import find_called, find_wholes
 from bmforge.tune.delta.attached import (
     AttachedModule,
     deltas_of,
-    is_laid_out,
+    is_parallelized,
     part_around,
-    refuse_laid_out,
+    refuse_parallelized,
 )
 from bmforge.tune.delta.records import check_patterns, order_changes_, rename_options
 from bmforge.tune.delta.selection import accept_adapter_names_
@@ -88,7 +88,7 @@ class AttachedDelta:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        refuse_laid_out(model, f"Attach a {type(self).__name__}")
+        refuse_parallelized(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
         options = rename_options({"train_also": train_also, **options}, type(self).peft_options)
@@ -184,7 +184,7 @@ class AttachedDelta:
 
     def record_(self, is_there: bool) -> None:
         """Add the adapter's entry to the config of a bmforge model, or delete the entry."""
-        if not hasattr(self.model, "remember_part_"):
+        if not hasattr(self.model, "record_part_"):
             return
         model: Any = self.model
         name = "" if self.kind in ("prefix", "prompt") else self.name
@@ -192,10 +192,10 @@ class AttachedDelta:
             part.owner for part in self.held if not part.slot.endswith(("_reader", TOKENS_SLOT))
         ]
         if is_there:
-            model.remember_part_(self.kind, where, dict(self.options), name, float(self.weight))
+            model.record_part_(self.kind, where, dict(self.options), name, float(self.weight))
             order_changes_(model, self.name)
         else:
-            model.forget_part_(self.kind, where, dict(self.options), name)
+            model.erase_part_(self.kind, where, dict(self.options), name)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the adapter's parameters with their names; a shared parameter is yielded once."""
@@ -239,8 +239,8 @@ class AttachedDelta:
                 tensor = getattr(part, key)
                 if not tensor.is_meta:
                     init_from_note_(tensor, f"{owner}.{slot}.{key}", note, 0.0, seed)
-            settle_low_rank_(self.model.get_submodule(owner), part)
-            settle_rows_(self.model.get_submodule(owner), part)
+            init_magnitudes_(self.model.get_submodule(owner), part)
+            init_trained_rows_(self.model.get_submodule(owner), part)
         return self
 
     def freeze_(self, base: bool = True) -> Self:
@@ -292,7 +292,7 @@ class AttachedDelta:
         if not self.is_attached():
             raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._refuse_merged("detach")
-        if is_laid_out(self.model):
+        if is_parallelized(self.model):
             self.weigh_(0.0)
             return self
         for owner, slot, part in self.held:
@@ -306,7 +306,7 @@ class AttachedDelta:
 
     def attach(self) -> Self:
         """Attach a detached adapter again to the same modules."""
-        if is_laid_out(self.model):
+        if is_parallelized(self.model):
             self.weigh_(1.0)
             return self
         if self.is_attached():

@@ -36,7 +36,7 @@ from bmforge.tune.delta.adapter_file import (
     read_weights,
     set_labels_,
 )
-from bmforge.tune.delta.attached import is_laid_out, whole_model
+from bmforge.tune.delta.attached import is_parallelized, whole_model
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.base_check import BaseCheck, FileFingerprint, names_base
 from bmforge.tune.delta.card import write_card
@@ -117,7 +117,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
         for key, parameter in part.named_parameters()
     }
     wholes = {name: whole_tensor(p).detach() for name, p in delta.wholes().items()}
-    if not is_laid_out(delta.model):
+    if not is_parallelized(delta.model):
         yield wholes
         return
     if whole_model(delta.model) is not delta.model:
@@ -329,10 +329,10 @@ def _ranks_of_blocks(
     names = peft_format.Names(model)
     scale = options["alpha"] / options["rank"]
     for published, ranks in blocks.items():
-        total = options["ranks"].get(names.ours[published][0], options["rank"])
-        alpha = options["alphas"].get(names.ours[published][0], options["alpha"])
+        total = options["ranks"].get(names.own[published][0], options["rank"])
+        alpha = options["alphas"].get(names.own[published][0], options["alpha"])
         scale = alpha / (total**0.5 if options["root_scale"] else total)
-        for own_name, rank in zip(names.ours[published], ranks, strict=True):
+        for own_name, rank in zip(names.own[published], ranks, strict=True):
             if rank == 0:
                 options["targets"].remove(own_name)
                 for option in ("ranks", "alphas"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
 from bmforge.nn.bottleneck import Bottleneck
-from bmforge.nn.channel import Gain, Shift
+from bmforge.nn.channel import BiasAdapter, ScaleAdapter
 from bmforge.nn.low_rank import EmbeddingLowRank, ExpertsLowRank, LowRank
 from bmforge.nn.part import adapters_of, detach_part_
 from bmforge.nn.token_rows import TokenRows
@@ -27,7 +27,7 @@ from bmforge.tune.delta.attached import (
     base_weights_of,
     deltas_of,
     find_delta,
-    is_laid_out,
+    is_parallelized,
     whole_model,
 )
 from bmforge.tune.delta.base import AttachedDelta
@@ -85,7 +85,7 @@ def merge_(model: nn.Module, deltas: Sequence[AttachedDelta], dequantize: bool =
             raise ConfigError(f"adapter {delta.name!r} is already merged. Unmerge it first.")
         if not delta.is_attached():
             raise ConfigError(f"adapter {delta.name!r} is detached. Call attach() before merging.")
-    base, laid_out = base_weights_of(model), is_laid_out(model)
+    base, laid_out = base_weights_of(model), is_parallelized(model)
     merged = [d for d in deltas_of(model).values() if d.merged]
     targets = _targets(model, deltas)
     for target in targets:
@@ -118,7 +118,7 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
     for delta in deltas:
         if not delta.merged:
             raise ConfigError(f"adapter {delta.name!r} is not merged, so it cannot be unmerged.")
-    if is_laid_out(model):
+    if is_parallelized(model):
         raise ConfigError("a parallelized model cannot be unmerged. Load the base model again.")
     base = base_weights_of(model)
     merged = [d for d in deltas_of(model).values() if d.merged]
@@ -172,9 +172,9 @@ def _targets(model: nn.Module, deltas: Iterable[AttachedDelta]) -> dict[str, lis
 
 def _target(model: nn.Module, attached: AttachedModule) -> str | None:
     """Return the name of the base module into whose weights an adapter module can be merged."""
-    if isinstance(attached.part, (LowRank, ExpertsLowRank, Gain, TokenRows)):
+    if isinstance(attached.part, (LowRank, ExpertsLowRank, ScaleAdapter, TokenRows)):
         return attached.owner
-    if isinstance(attached.part, Shift):
+    if isinstance(attached.part, BiasAdapter):
         last = last_projection(model.get_submodule(attached.owner))
         return attached.owner if last is None else f"{attached.owner}.{last}"
     return None
@@ -220,7 +220,7 @@ def _is_additive(part: Any) -> bool:
         return part.magnitude is None
     if isinstance(part, Bottleneck):
         return part.options.reads != "out" or part.reader[0] is not None
-    return isinstance(part, (Shift, ExpertsLowRank))
+    return isinstance(part, (BiasAdapter, ExpertsLowRank))
 
 
 def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta]) -> None:
@@ -234,7 +234,7 @@ def _check_exact(model: nn.Module, target: str, merged: Sequence[AttachedDelta])
     if all(inside) or not any(inside) or all(_is_additive(link.part) for link in chain):
         return
     first, later = chain[: sum(inside)], chain[sum(inside) :]
-    scales_input = any(isinstance(link.part, Gain) and link.part.enters for link in first)
+    scales_input = any(isinstance(link.part, ScaleAdapter) and link.part.on_input for link in first)
     takes_norms = any(getattr(link.part, "magnitude", None) is not None for link in later)
     if all(inside[: len(first)]) and not scales_input and not takes_norms:
         return
@@ -260,10 +260,10 @@ def _keys(model: nn.Module, target: str, chain: Iterable[_Link]) -> list[str]:
         if isinstance(part, ExpertsLowRank):
             keys.update(dict.fromkeys(part.keys))
             continue
-        if not isinstance(part, Shift):
+        if not isinstance(part, BiasAdapter):
             keys["weight"] = None
         has_bias = isinstance(getattr(module, "bias", None), Tensor)
-        needs = isinstance(part, Shift) or getattr(part, "bias", None) is not None
+        needs = isinstance(part, BiasAdapter) or getattr(part, "bias", None) is not None
         if needs and not has_bias:
             raise ConfigError(
                 f"{target}, a {type(module).__name__}, has no bias to merge into. Save "
@@ -295,7 +295,7 @@ def _merged_values(
     before = dict(values)
     # Factors on the input are applied last, because all adapters of the layer see the scaled input.
     for link in sorted(
-        chain, key=lambda applied: isinstance(applied.part, Gain) and applied.part.enters
+        chain, key=lambda applied: isinstance(applied.part, ScaleAdapter) and applied.part.on_input
     ):
         part, weight = link.part, float(link.part.adapter_weight)
         if isinstance(part, ExpertsLowRank):
@@ -310,7 +310,7 @@ def _merged_values(
             rows = values["weight"][list(part.indices)]
             rows = rows + weight * (full_precision(part.weight) - rows)
             values["weight"] = values["weight"].index_copy(0, torch.tensor(part.indices), rows)
-        elif isinstance(part, Shift):
+        elif isinstance(part, BiasAdapter):
             values["bias"] = values["bias"] + weight * whole_tensor(part.bias)
         else:
             _apply_gain(part, weight, values, model.get_submodule(target))
@@ -339,12 +339,12 @@ def _apply_low_rank(
         values["bias"] = values["bias"] + weight * (changed - values["bias"])
 
 
-def _apply_gain(part: Gain, weight: float, values: dict[str, Tensor], module: Any) -> None:
+def _apply_gain(part: ScaleAdapter, weight: float, values: dict[str, Tensor], module: Any) -> None:
     factor = 1 + weight * (full_precision(part.weight) - 1)
     is_plain = hasattr(module, "out_features")  # (out, in); transformers' Conv1D is (in, out)
-    by_row = part.enters != is_plain
+    by_row = part.on_input != is_plain
     values["weight"] = values["weight"] * (factor[:, None] if by_row else factor)
-    if "bias" in values and not part.enters:
+    if "bias" in values and not part.on_input:
         values["bias"] = values["bias"] * factor
 
 
@@ -387,7 +387,7 @@ def _join_licenses_(delta: AttachedDelta) -> None:
 
 def _remove_modules_(delta: AttachedDelta) -> None:
     """Remove the adapter modules, also from a parallelized model (`detach` keeps them there)."""
-    if not is_laid_out(delta.model):
+    if not is_parallelized(delta.model):
         delta.detach()
         return
     described: Any = whole_model(delta.model)

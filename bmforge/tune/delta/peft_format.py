@@ -51,14 +51,14 @@ class Names:
         self.model = model
         published = published_names(model)
         own = {n: [n] for n, m in model.named_modules() if n and not hasattr(m, "tensor_notes")}
-        self.ours: dict[str, list[str]] = published or own
-        self.theirs = {n: t for t, names in self.ours.items() for n in names}
+        self.own: dict[str, list[str]] = published or own
+        self.published = {n: t for t, names in self.own.items() for n in names}
         rules = getattr(model, "published_rules", None)
         self.rules: dict[str, list[Any]] | None = None
         if callable(rules):
             self.rules = {}
             for rule in rules():
-                self.rules.setdefault(rule.theirs, []).append(rule)
+                self.rules.setdefault(rule.source, []).append(rule)
         self.tied = _tied_names(model)
 
     def read_whole(self, published_name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -77,9 +77,9 @@ class Names:
         shapes = {n: p.shape for n, p in persistent_tensors(self.model).items()}
         pieces: dict[str, Tensor] = {}
         for rule in self.rules.get(published_name, ()):
-            if rule.index is not None or rule.ours not in shapes:
+            if rule.index is not None or rule.parameter not in shapes:
                 return {}
-            shape = tuple(shapes[rule.ours])
+            shape = tuple(shapes[rule.parameter])
             if tuple(tensor.shape) != rule.source_shape(shape):
                 raise CheckpointError(
                     f"{published_name} has the shape {tuple(tensor.shape)} in the file, but "
@@ -89,9 +89,11 @@ class Names:
             box = Box((0,) * len(shape), shape)
             piece = rule.source_view(tensor[rule.source_slices(box)])
             if rule.rows is None:
-                pieces[rule.ours] = piece
+                pieces[rule.parameter] = piece
             else:
-                rule.target(pieces.setdefault(rule.ours, tensor.new_empty(shape)), box).copy_(piece)
+                rule.target(pieces.setdefault(rule.parameter, tensor.new_empty(shape)), box).copy_(
+                    piece
+                )
         return pieces
 
     def sources_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,9 +102,9 @@ class Names:
             return dict(tensors)
         sources: dict[str, Tensor] = {}
         for published_name, rules in self.rules.items():
-            if all(rule.ours in tensors for rule in rules):
+            if all(rule.parameter in tensors for rule in rules):
                 rows = sorted(rules, key=lambda rule: rule.part[0] if rule.part else 0)
-                parts = [rule.to_source(tensors[rule.ours]) for rule in rows]
+                parts = [rule.to_source(tensors[rule.parameter]) for rule in rows]
                 sources[published_name] = rows[0].join(parts, rows)
         return sources
 
@@ -117,19 +119,21 @@ class Names:
         Raises:
             ConfigError: published checkpoints have no such module.
         """
-        if name not in self.theirs:
+        if name not in self.published:
             raise ConfigError(
                 f"PEFT's format cannot store the adapter of {name}, because the Hugging Face model "
                 "has no such module. Exclude the module from the targets."
             )
-        return self.theirs[name]
+        return self.published[name]
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
     """Return a dict from Hugging Face parameter name to the other names of the parameter."""
     if not hasattr(model, "all_rules"):
         return {}
-    published_names = {rule.ours: rule.theirs for rule in model.all_rules() if rule.is_renaming}
+    published_names = {
+        rule.parameter: rule.source for rule in model.all_rules() if rule.is_renaming
+    }
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in published_names:
@@ -166,17 +170,17 @@ def options_of(
     modules = {name for key in tensors if (name := module_of(key)) is not None}
     experts = {name: owner for name in modules if (owner := expert_owner(model, name))}
     modules -= experts.keys()
-    if unknown := sorted(name for name in modules if name not in names.ours):
+    if unknown := sorted(name for name in modules if name not in names.own):
         raise CheckpointError(
             f"the adapter is attached to {', '.join(unknown[:5])}, which this "
             f"{type(model).__name__} does not have. Load the base model of the adapter."
         )
-    targets = [n for name in sorted(modules) for n in names.ours[name]]
+    targets = [n for name in sorted(modules) for n in names.own[name]]
     options["targets"] = [*targets, *sorted(set(experts.values()))]
     if kind == "IA3":
         feedforward = config.get("feedforward_modules") or []
         into = [name for name in modules if _named(name, feedforward)]
-        return {**options, "into": [n for name in into for n in names.ours[name]]}
+        return {**options, "into": [n for name in into for n in names.own[name]]}
     owners = [token_owner(key, PREFIX) for key in tensors if is_token_key(key)]
     indices = token_indices_of(names, config.get("trainable_token_indices"), owners, _named)
     options |= {"trainable_token_indices": indices}
@@ -214,7 +218,7 @@ def _low_rank_options(
             n: by_pattern[key]
             for name in modules
             if (key := _first_pattern(name, by_pattern)) is not None
-            for n in names.ours[name]
+            for n in names.own[name]
         }
     return options
 
@@ -227,12 +231,12 @@ def _first_pattern(name: str, patterns: Iterable[str]) -> str | None:
 
 def _norm_owners(names: Names, key: str) -> list[str]:
     owner, is_there, _ = key.removeprefix(PREFIX).rpartition(".ln_tuning_layers.")
-    if is_there and owner not in names.ours:
+    if is_there and owner not in names.own:
         raise CheckpointError(
             f"the adapter has the tensor {key}, but this {type(names.model).__name__} has no such "
             "module. Load the base model of the adapter."
         )
-    return names.ours[owner] if is_there else []
+    return names.own[owner] if is_there else []
 
 
 def _named(name: str, patterns: Any) -> bool:
@@ -265,7 +269,7 @@ def read_tensors(
         for mark in (".lora_", ".ia3_l"):
             published_name, is_there, leaf = bare.rpartition(mark)
             if is_there:
-                owners = names.ours.get(published_name, [])
+                owners = names.own.get(published_name, [])
                 rows = [rows_of(delta.model, n) for n in owners] if len(owners) > 1 else []
                 parts = [attached.get(n) for n in owners]
                 leaf = leaf.removesuffix(".weight")
@@ -286,7 +290,7 @@ def _read_other(delta: AttachedDelta, names: Names, key: str, tensor: Tensor) ->
     if key == "prompt_embeddings":
         return _read_prompt(delta, tensor)
     if is_token_key(key):
-        return read_token_rows(delta, names.ours.get(token_owner(key, PREFIX), []), tensor)
+        return read_token_rows(delta, names.own.get(token_owner(key, PREFIX), []), tensor)
     if ".ln_tuning_layers." in key:
         (owner,) = _norm_owners(names, key)
         return {f"{owner}.{key.rpartition('.')[2]}": tensor}
@@ -340,7 +344,7 @@ def tie_factors_(delta: AttachedDelta, blocks: Mapping[str, Any]) -> None:
     """
     names = Names(delta.model)
     attached = {part.owner: part.part for part in layer_parts(delta)}
-    for published_name, owners in names.ours.items():
+    for published_name, owners in names.own.items():
         parts = [attached[n] for n in owners if n in attached]
         if len(parts) > 1 and published_name not in blocks and isinstance(parts[0], LowRank):
             for part in parts[1:]:

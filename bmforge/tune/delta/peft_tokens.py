@@ -56,7 +56,7 @@ def token_indices_of(
         CheckpointError: trained rows belong to layers that the model does not have.
     """
     kind = type(names.model).__name__
-    if unknown := [name for name in owners if name not in names.ours]:
+    if unknown := [name for name in owners if name not in names.own]:
         raise CheckpointError(
             f"the adapter's tensor {unknown[0]} matches no module of this {kind}. Load the adapter "
             "into the base model that it was trained on."
@@ -69,7 +69,7 @@ def token_indices_of(
             for owner in owners
             for pattern, rows in indices.items()
             if fits(owner, [pattern])
-            for own in names.ours[owner]
+            for own in names.own[owner]
         }
     else:
         own_indices = {embedding_name(names.model): list(indices)}
@@ -95,7 +95,7 @@ def _biased_heads(model: Any, indices: Mapping[str, Any]) -> list[str]:
 def can_write_tokens(delta: AttachedDelta, names: Any) -> bool:
     """Return True if PEFT would apply the adapter's trained embedding rows in the same way."""
     indices = delta.options.get("trainable_token_indices") or {}
-    is_known = all(owner in names.theirs for owner in indices)
+    is_known = all(owner in names.published for owner in indices)
     return is_known and not _biased_heads(names.model, indices)
 
 

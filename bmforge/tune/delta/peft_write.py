@@ -40,12 +40,12 @@ def can_write(delta: AttachedDelta) -> bool:
             or (bool(delta.options.get("shift_positions")) and not model.traits.is_encoder_decoder)  # type: ignore[union-attr]
         )
     parts = layer_parts(delta)
-    if any(part.owner not in names.theirs or hasattr(part.part, "keys") for part in parts):
+    if any(part.owner not in names.published or hasattr(part.part, "keys") for part in parts):
         return False
     if not can_write_tokens(delta, names):
         return False
     return delta.kind != "low_rank" or all(
-        _is_one_layer(names.ours[name], parts) for name, parts in _by_layer(names, delta).items()
+        _is_one_layer(names.own[name], parts) for name, parts in _by_layer(names, delta).items()
     )
 
 
@@ -127,7 +127,7 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     rules = getattr(model, "published_rules", None)
     if not callable(rules):
         return True
-    return wholes <= {rule.ours for rule in rules() if rule.is_renaming}
+    return wholes <= {rule.parameter for rule in rules() if rule.is_renaming}
 
 
 def _heads(model: nn.Module) -> list[str]:
@@ -137,7 +137,7 @@ def _heads(model: nn.Module) -> list[str]:
     names = Names(model)
     head_names = []
     for name, _ in model.named_parameters():
-        published_name = names.theirs.get(name.rpartition(".")[0], "")
+        published_name = names.published.get(name.rpartition(".")[0], "")
         if any(head in published_name for head in ("classifier", "score", "qa_outputs")):
             head_names.append(name)
     return head_names
@@ -170,11 +170,11 @@ def write_tensors(
     ranks: dict[str, tuple[int, float]] = {}
     for published_name, parts in groups.items():
         fused_parts = [
-            next((h.part for h in parts if h.owner == n), None) for n in names.ours[published_name]
+            next((h.part for h in parts if h.owner == n), None) for n in names.own[published_name]
         ]
         start = f"{PREFIX}{published_name}."
         join = _join_gain if delta.kind == "gain" else _join_low_rank
-        owners, order = names.ours[published_name], names.row_order(published_name)
+        owners, order = names.own[published_name], names.row_order(published_name)
         factors, split = join(whole_model(delta.model), owners, fused_parts, start)
         written |= {n: interleave_rows(n, tensor, order) for n, tensor in factors.items()}
         if delta.kind == "gain":
@@ -197,7 +197,7 @@ def _write_wholes(
     sources = names.sources_of(wholes)
     for published_name, tensor in sources.items():
         owner, _, leaf = published_name.rpartition(".")
-        inside = [n for n in names.ours.get(owner, ()) if n in places]
+        inside = [n for n in names.own.get(owner, ()) if n in places]
         if norms and inside:
             leaf = f"ln_tuning_layers.{leaf}"
         elif inside:  # PEFT wraps the module that the adapter is attached to
@@ -261,8 +261,8 @@ def _join_gain(
         torch.ones(rows_of(model, n)) if part is None else part.weight.detach()
         for n, part in zip(owners, parts, strict=True)
     ]
-    enters = any(part is not None and part.enters for part in parts)
-    if enters:
+    on_input = any(part is not None and part.on_input for part in parts)
+    if on_input:
         first = next(p.weight.detach() for p in parts if p is not None)
         return {f"{start}ia3_l": first[None]}, []
     return {f"{start}ia3_l": torch.cat([p.to(chunks[-1].dtype) for p in chunks])[:, None]}, []
@@ -338,11 +338,11 @@ def write_config(
     first: Any = layer_parts(delta)[0]
     model: Any = whole_model(delta.model)
     rules = model.active_rules() if hasattr(model, "active_rules") else ()
-    turned = any(rule.transpose for rule in rules if rule.ours == f"{first.owner}.weight")
+    turned = any(rule.transpose for rule in rules if rule.parameter == f"{first.owner}.weight")
     module = model.get_submodule(first.owner)
     config["fan_in_fan_out"] = turned or hasattr(module, "nf")
     if delta.kind == "gain":
-        into = [h.owner for h in delta.held if h.part.enters]
+        into = [h.owner for h in delta.held if h.part.on_input]
         config["feedforward_modules"] = sorted({names.of(n) for n in into})
         return config
     options = delta.describe()["options"]

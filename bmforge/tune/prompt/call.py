@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmforge.nn.prompt import look_up
 
-__all__ = ["PositionOutputs", "ask_model", "pick_places"]
+__all__ = ["PositionOutputs", "run_at_answers", "pick_places"]
 
 
 class PositionOutputs(NamedTuple):
@@ -24,7 +24,7 @@ class PositionOutputs(NamedTuple):
     hidden: Tensor | None
 
 
-def ask_model(
+def run_at_answers(
     model: Any, inputs: Mapping[str, Tensor], mask_at: Tensor, hidden: bool = False
 ) -> PositionOutputs | None:
     """Run a model; return its outputs at the answer positions.

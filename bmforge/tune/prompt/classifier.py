@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.surgery import evaluating
-from bmforge.tune.prompt.call import PositionOutputs, ask_model
-from bmforge.tune.prompt.questions import Question, ask_example, lay_questions, score_words
+from bmforge.tune.prompt.call import PositionOutputs, run_at_answers
+from bmforge.tune.prompt.questions import Question, collate_questions, encode_question, score_words
 from bmforge.tune.prompt.template import Encoded, Template
 
 __all__ = ["ClassOutput", "PromptClassifier", "calibrate", "class_loss", "score_batch"]
@@ -91,14 +91,14 @@ class PromptClassifier(nn.Module):
         """Collate prompts (or results of `ask`) into a batch, padded on the right."""
         device = next(self.model.parameters()).device
         questions = [p if isinstance(p, Question) else Question([p], [], []) for p in prompts]
-        columns = lay_questions(questions, self.pad_id)
+        columns = collate_questions(questions, self.pad_id)
         if labels is not None:
             columns["labels"] = list(labels)
         return {name: torch.tensor(values, device=device) for name, values in columns.items()}
 
     def ask(self, example: Any, **options: Any) -> Question:
         """Encode an example as a `Question`; `options` are those of `Template.encode`."""
-        return ask_example(self.template, self.verbalizer, example, **options)
+        return encode_question(self.template, self.verbalizer, example, **options)
 
     def batches(self, examples: Sequence[Any], size: int = 32, **options: Any) -> Iterator[Batch]:
         """Yield batches of encoded examples; `options` are those of `Template.encode`."""
@@ -133,7 +133,7 @@ class PromptClassifier(nn.Module):
         with evaluating(self):
             for batch in self.batches(examples, **options):
                 places = batch.pop("mask_at")
-                outputs = ask_model(self.model, _inputs(batch), places, hidden)
+                outputs = run_at_answers(self.model, _inputs(batch), places, hidden)
                 assert outputs is not None
                 outputs_at_mask = _single(outputs)
                 logits.append(outputs_at_mask.logits)
@@ -168,7 +168,7 @@ def score_batch(
     """
     arguments = dict(batch)
     takes, mask_at = verbalizer.takes, arguments.pop("mask_at")
-    outputs = ask_model(model, _inputs(arguments), mask_at, takes in ("hidden", "both"))
+    outputs = run_at_answers(model, _inputs(arguments), mask_at, takes in ("hidden", "both"))
     if outputs is None:
         return None
     if takes == "words":

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError
-from bmforge.tune.prompt.call import ask_model
-from bmforge.tune.prompt.questions import Question, lay_questions
+from bmforge.tune.prompt.call import run_at_answers
+from bmforge.tune.prompt.questions import Question, collate_questions
 from bmforge.tune.prompt.template import Encoded, Template
 
 __all__ = ["PromptGenerator", "WriteOutput", "encode_target", "target_loss"]
@@ -58,11 +58,11 @@ class PromptGenerator(nn.Module):
         frozen: bool = False,
     ) -> None:
         super().__init__()
-        if template.num_masks != 1 or not template.asking.goes_on:
+        if template.num_masks != 1 or not template.prompt_format.is_autoregressive:
             raise ConfigError(
                 "generation needs a template with one mask and a model that generates token by "
                 f"token, but the template has {template.num_masks} masks and the format "
-                f"{template.asking.kind!r}. Use another template or model."
+                f"{template.prompt_format.kind!r}. Use another template or model."
             )
         self.model, self.template, self._write = model, template, write
         self.pad_id = template.tokenizer.pad_id or 0
@@ -82,7 +82,7 @@ class PromptGenerator(nn.Module):
         Shape:
             mask_at, labels: (B, L)
         """
-        outputs = ask_model(self.model, inputs, mask_at)
+        outputs = run_at_answers(self.model, inputs, mask_at)
         assert outputs is not None, "the stages of a pipeline are trained with an objective"
         return WriteOutput(target_loss(outputs.logits, labels).sum(-1).mean(), outputs.logits)
 
@@ -98,7 +98,7 @@ class PromptGenerator(nn.Module):
     def collate(self, prompts: Sequence[Encoded]) -> Batch:
         """Collate prompts with targets into a batch, padded on the right."""
         device = next(self.model.parameters()).device
-        columns = lay_questions([Question([prompt], [], []) for prompt in prompts], self.pad_id)
+        columns = collate_questions([Question([prompt], [], []) for prompt in prompts], self.pad_id)
         width = len(columns["mask_at"][0])
         columns["labels"] = [
             [*p.predicted, *[IGNORE_INDEX] * (width - len(p.predicted))] for p in prompts
@@ -122,9 +122,9 @@ class PromptGenerator(nn.Module):
             ConfigError: the model does not generate token by token, or no `write` function is
                 available.
         """
-        if self.template.asking.kind not in _WRITING:
+        if self.template.prompt_format.kind not in _WRITING:
             raise ConfigError(
-                f"a template with the format {self.template.asking.kind!r} does not support "
+                f"a template with the format {self.template.prompt_format.kind!r} does not support "
                 "generation. Use write_text of bmforge.infer, or fill_documents of CPM-Bee."
             )
         write = self._write or getattr(type(self.model), "generate", None)
@@ -141,7 +141,7 @@ class PromptGenerator(nn.Module):
                 for n in range(begin, min(begin + size, len(examples)))
             ]
             ids, mask = self._pad(prompts, device)
-            apart = self.template.asking.writes_apart
+            apart = self.template.prompt_format.has_decoder
             written = write(self.model, ids, attention_mask=mask, **options)
             new = written[:, 1 if apart else ids.shape[1] :]
             texts += [self._read(row) for row in new.tolist()]
@@ -150,7 +150,7 @@ class PromptGenerator(nn.Module):
     def _pad(self, prompts: Sequence[Encoded], device: torch.device) -> tuple[Tensor, Tensor]:
         """Pad prompts to equal length, on the left for decoders; return ids and attention masks."""
         width = max(map(len, prompts))
-        apart = self.template.asking.writes_apart
+        apart = self.template.prompt_format.has_decoder
         rows, masks = [], []
         for prompt in prompts:
             spare = [self.pad_id] * (width - len(prompt))
@@ -178,7 +178,7 @@ def find_ends(template: Template) -> list[int]:
 
     It is the EOS token; for GLM, the end-of-piece token.
     """
-    roles = ("eop", "eos") if template.asking.kind == "blanks" else ("eos",)
+    roles = ("eop", "eos") if template.prompt_format.kind == "blanks" else ("eos",)
     ids = (template.tokenizer.role_id(role) for role in roles)
     return [id for id in ids if id is not None][:1]
 
@@ -190,13 +190,13 @@ def encode_target(template: Template, example: Any, target: str, **options: Any)
         ConfigError: the target is empty.
     """
     first = next(piece for piece in template.pieces if piece.kind == "mask")
-    spaced = " " if first.spaced and not template.asking.writes_apart else ""
+    spaced = " " if first.spaced and not template.prompt_format.has_decoder else ""
     ids = template.tokenizer.encode_plain([spaced + target])[0]
     ids = [*ids, *find_ends(template)]
     if not ids:
         raise ConfigError(f"the target {target!r} has no tokens. Use a non-empty target.")
     prompt = template.encode(example, answer=ids, **options)
-    if template.asking.form == "apart" and not template.asking.start_is_blank:
+    if template.prompt_format.form == "apart" and not template.prompt_format.start_is_blank:
         # The sentinel before the answer is a target too.
         places, predicted = [0, *prompt.mask_at], [template.blanks[0], *prompt.predicted]
         prompt = dataclasses.replace(prompt, mask_at=places, predicted=predicted)

@@ -12,9 +12,9 @@ import numpy as np
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
 from bmforge.tokenizers.cpm_bee.document import encode_document
-from bmforge.tune.prompt.prompt_formats import Asking, role_token
+from bmforge.tune.prompt.prompt_formats import PromptFormat, role_token
 
-__all__ = ["Encoded", "Frame", "Text", "lay_out", "make_frame"]
+__all__ = ["Encoded", "Frame", "Text", "assemble_prompt", "make_frame"]
 
 # Index of CPM-Ant's pre-training task of hidden tokens, for its prompt and its segment ids.
 _HIDDEN_TASK = 1
@@ -84,19 +84,21 @@ class Frame(NamedTuple):
         return len(self.begin) + len(self.end) + sum(map(len, self.tails))
 
 
-def make_frame(asking: Asking, tokenizer: Tokenizer, config: Any, num_masks: int) -> Frame:
+def make_frame(
+    prompt_format: PromptFormat, tokenizer: Tokenizer, config: Any, num_masks: int
+) -> Frame:
     """Build the special tokens that surround every prompt of a template."""
-    if asking.form == "document":
+    if prompt_format.form == "document":
         return _frame_document(tokenizer, num_masks)
-    ids = [role_token(tokenizer, roles) for roles in (asking.begins, asking.ends)]
+    ids = [role_token(tokenizer, roles) for roles in (prompt_format.begins, prompt_format.ends)]
     begin, end = ([] if id is None else [id] for id in ids)
     tails: list[list[int]] = []
     columns: dict[str, list[int]] = {}
-    if asking.form == "behind":
+    if prompt_format.form == "behind":
         start = tokenizer.role_id("sop")
         assert start is not None
         tails = [[start]] * num_masks
-    if asking.form == "hidden":
+    if prompt_format.form == "hidden":
         size = config.prompt_length
         first = _HIDDEN_TASK * size + (config.vocab_size if config.prompts_in_vocabulary else 0)
         columns = {
@@ -134,13 +136,18 @@ def _frame_document(tokenizer: Any, num_masks: int) -> Frame:
     )  # fmt: skip
 
 
-def lay_out(
-    asking: Asking, frame: Frame, text: Text, front: list[int], blanks: list[int], name: str
+def assemble_prompt(
+    prompt_format: PromptFormat,
+    frame: Frame,
+    text: Text,
+    front: list[int],
+    blanks: list[int],
+    name: str,
 ) -> Encoded:
     """Assemble a prompt from its text, special tokens and soft tokens.
 
     Args:
-        asking: prompt format of the model.
+        prompt_format: prompt format of the model.
         frame: tokens around the text.
         text: pieces of the prompt.
         front: soft tokens at the start of the prompt; for CPM models, after the first special
@@ -152,36 +159,36 @@ def lay_out(
         ConfigError: no token precedes the first predicted token.
     """
     answer = list(text.answer)
-    inside = asking.form in ("hidden", "document")
+    inside = prompt_format.form in ("hidden", "document")
     before = [*frame.begin, *front] if inside else [*front, *frame.begin]
     ids, at = [*before, *text.ids, *frame.end], len(before)
-    if asking.form == "apart":
+    if prompt_format.form == "apart":
         begun = [*blanks, *answer[:-1]]
-        places = list(range(1 - asking.start_is_blank, len(begun)))
+        places = list(range(1 - prompt_format.start_is_blank, len(begun)))
         return Encoded(ids, places, begun, predicted=answer)
-    if asking.form == "row" and asking.shows_mask:
+    if prompt_format.form == "row" and prompt_format.shows_mask:
         places = [at + n + m for n in text.masks for m in range(max(1, len(answer)))]
         return Encoded(ids, places, predicted=answer)
-    if asking.form == "row":
+    if prompt_format.form == "row":
         first = at + text.masks[0] - 1
         if first < 0:
             raise ConfigError(f"{name} has no token before the mask. Put text before the mask.")
         if not answer:
             return Encoded(ids, [first])
         return Encoded(ids[:-1], list(range(first, len(ids) - 1)), predicted=ids[first + 1 :])
-    if asking.form == "behind":
+    if prompt_format.form == "behind":
         places = []
         for tail in frame.tails:
             ids = [*ids, *tail]
             places.append(len(ids) - 1)
         more = range(places[-1] + 1, places[-1] + len(answer))
         return Encoded([*ids, *answer[:-1]], [*places, *more], predicted=answer)
-    if asking.form == "hidden":
-        return _lay_hidden(frame, text, ids, at, len(front))
-    return _lay_document(frame, text, ids, at, len(front))
+    if prompt_format.form == "hidden":
+        return _assemble_hidden(frame, text, ids, at, len(front))
+    return _assemble_document(frame, text, ids, at, len(front))
 
 
-def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
+def _assemble_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
     """Assemble a CPM-Ant prompt, in which the token before a hidden token predicts it."""
     columns = {
         name: [*values, *[frame.text_columns[name]] * (len(ids) - len(values))]
@@ -194,7 +201,7 @@ def _lay_hidden(frame: Frame, text: Text, ids: list[int], at: int, front: int) -
     return Encoded(ids, [p - 1 for p in hidden], columns=columns, predicted=list(text.answer))
 
 
-def _lay_document(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
+def _assemble_document(frame: Frame, text: Text, ids: list[int], at: int, front: int) -> Encoded:
     """Assemble a CPM-Bee prompt; its numbered blanks are answered in order under <ans>."""
     answer, count = list(text.answer), len(text.ids) + front
     columns = {n: [*v, *[frame.text_columns[n]] * count] for n, v in frame.begin_columns.items()}

@@ -9,13 +9,13 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.pieces import SPECIALS
 
-__all__ = ["ASKINGS", "Asking", "find_asking", "role_token"]
+__all__ = ["PROMPT_FORMATS", "PromptFormat", "find_prompt_format", "role_token"]
 
 Form = Literal["row", "apart", "behind", "hidden", "document"]
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptFormat:
     """Prompt format of one kind of model.
 
     Args:
@@ -27,7 +27,7 @@ class Asking:
         begins: tokenizer roles of the token before the text, in order of preference; () for no
             token.
         ends: tokenizer roles of the token after the text, in order of preference; () for no token.
-        reads_behind: True if the model reads text after the mask.
+        reads_after_mask: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.
         marks: pairs (config field of the model, tokenizer role) that must have the same token id.
@@ -38,34 +38,36 @@ class Asking:
     form: Form = "row"
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
-    reads_behind: bool = True
+    reads_after_mask: bool = True
     shows_mask: bool = True
     start_is_blank: bool = False
     marks: tuple[tuple[str, str], ...] = ()
 
     @property
-    def writes_apart(self) -> bool:
+    def has_decoder(self) -> bool:
         """True if a separate decoder writes the answer."""
         return self.form == "apart"
 
     @property
-    def goes_on(self) -> bool:
+    def is_autoregressive(self) -> bool:
         """True if an answer's tokens are predicted one after another, False if in parallel."""
         return self.form != "row" or not self.shows_mask
 
 
 _GLM = (("sop_token_id", "sop"), ("mask_token_id", "mask"))
-ASKINGS = {
-    asking.kind: asking
-    for asking in (
-        Asking("masked", "the mask token", "row", ("cls", "bos"), ("sep", "eos")),
-        Asking("causal", "the next token", "row", reads_behind=False, shows_mask=False),
-        Asking("spans", "a sentinel in the source", "apart", (), ("eos",)),
-        Asking("prefix spans", "what the decoder writes", "apart", (), ("eos",), False, False),
-        Asking("dialogues", "a sentinel in the source", "apart", start_is_blank=True),
-        Asking("blanks", "its mask, filled behind", "behind", ("cls",), ("eos",), marks=_GLM),
-        Asking("segments", "a hidden token", "hidden", ("bos",), ("eos",)),
-        Asking("documents", "a numbered blank, filled under <ans>", "document"),
+PROMPT_FORMATS = {
+    prompt_format.kind: prompt_format
+    for prompt_format in (
+        PromptFormat("masked", "the mask token", "row", ("cls", "bos"), ("sep", "eos")),
+        PromptFormat("causal", "the next token", "row", reads_after_mask=False, shows_mask=False),
+        PromptFormat("spans", "a sentinel in the source", "apart", (), ("eos",)),
+        PromptFormat(
+            "prefix spans", "what the decoder writes", "apart", (), ("eos",), False, False
+        ),
+        PromptFormat("dialogues", "a sentinel in the source", "apart", start_is_blank=True),
+        PromptFormat("blanks", "its mask, filled behind", "behind", ("cls",), ("eos",), marks=_GLM),
+        PromptFormat("segments", "a hidden token", "hidden", ("bos",), ("eos",)),
+        PromptFormat("documents", "a numbered blank, filled under <ans>", "document"),
     )
 }
 # Traits of a model family (attention pattern, training objective) -> prompt format.
@@ -80,7 +82,7 @@ _BY_TRAITS = {
 }
 
 
-def find_asking(model: Any) -> Asking:
+def find_prompt_format(model: Any) -> PromptFormat:
     """Return the prompt format for a model, from its traits or its transformers config.
 
     Raises:
@@ -88,27 +90,27 @@ def find_asking(model: Any) -> Asking:
     """
     traits = getattr(model, "traits", None)
     if traits is None:
-        return _ask_other(model)
+        return _format_of_other(model)
     kind = _BY_TRAITS.get((traits.attention, traits.objective))
     if kind is None or traits.has_images:
         raise ConfigError(
             f"{type(model).__name__} ({traits.objective}) cannot be used with a "
             "template, because it does not read text. Use another family."
         )
-    return ASKINGS[kind]
+    return PROMPT_FORMATS[kind]
 
 
-def _ask_other(model: Any) -> Asking:
+def _format_of_other(model: Any) -> PromptFormat:
     """Return the prompt format for a transformers model."""
     config = getattr(model, "config", None)
     names = " ".join(getattr(config, "architectures", None) or [type(model).__name__])
     names += f" {type(model).__name__}"
     if getattr(config, "is_encoder_decoder", False):
-        return ASKINGS["spans"]
+        return PROMPT_FORMATS["spans"]
     if "MaskedLM" in names:
-        return ASKINGS["masked"]
+        return PROMPT_FORMATS["masked"]
     if "CausalLM" in names or "LMHead" in names:
-        return ASKINGS["causal"]
+        return PROMPT_FORMATS["causal"]
     raise ConfigError(
         f"{type(model).__name__} has no head that predicts tokens. Use a masked or causal "
         "language model, or an encoder-decoder."
@@ -136,14 +138,14 @@ def special_token(tokenizer: Tokenizer, name: str) -> int:
     return id
 
 
-def check_marks(asking: Asking, tokenizer: Tokenizer, model: Any) -> None:
+def check_marks(prompt_format: PromptFormat, tokenizer: Tokenizer, model: Any) -> None:
     """Check that the model's config and the tokenizer have the same ids for special tokens.
 
     Raises:
-        ConfigError: the ids of a token in `asking.marks` differ.
+        ConfigError: the ids of a token in `prompt_format.marks` differ.
     """
     config = getattr(model, "config", None)
-    needed = {field: tokenizer.role_id(role) for field, role in asking.marks}
+    needed = {field: tokenizer.role_id(role) for field, role in prompt_format.marks}
     wrong = [f"{n}={getattr(config, n, None)}" for n, id in needed.items()
              if getattr(config, n, None) != id]  # fmt: skip
     if wrong:

@@ -12,7 +12,7 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.tune.prompt.template import Encoded, Template
 from bmforge.tune.prompt.truncate import Cut
 
-__all__ = ["Question", "ask_example", "lay_questions", "score_words"]
+__all__ = ["Question", "encode_question", "collate_questions", "score_words"]
 
 
 class Question(NamedTuple):
@@ -29,7 +29,7 @@ class Question(NamedTuple):
     which: list[int]
 
 
-def ask_example(
+def encode_question(
     template: Template,
     verbalizer: Any,
     example: Any,
@@ -54,7 +54,7 @@ def ask_example(
     return Question(prompts, answers, which)
 
 
-def lay_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
+def collate_questions(questions: Sequence[Question], pad_id: int) -> dict[str, list[Any]]:
     """Collate questions into the columns of a batch, padded on the right.
 
     B questions have K prompts each, M masks per prompt, and W label words of at most L tokens;

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.data.load.example import fingerprint_of
 from bmforge.errors import ConfigError
-from bmforge.tune.prompt.call import ask_model
+from bmforge.tune.prompt.call import run_at_answers
 from bmforge.tune.prompt.classifier import check_masks, class_loss, score_batch
 from bmforge.tune.prompt.generator import encode_target, target_loss
-from bmforge.tune.prompt.questions import Question, ask_example, lay_questions
+from bmforge.tune.prompt.questions import Question, collate_questions, encode_question
 from bmforge.tune.prompt.template import Template
 from bmforge.tune.prompt.truncate import Cut
 
@@ -67,7 +67,7 @@ class _Rows:
         return len(self._examples)
 
     def _lay(self, questions: Sequence[Question]) -> Batch:
-        columns = lay_questions(questions, self._pad)
+        columns = collate_questions(questions, self._pad)
         batch = {name: torch.tensor(values) for name, values in columns.items()}
         width = batch["input_ids"].shape[1]
         spare = min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self._seq_len) - width
@@ -112,7 +112,7 @@ class PromptRows(_Rows):
     def make(self, index: int, seed: tuple[int | str, ...]) -> Any:
         """Return the example at `index`; the seed is ignored."""
         name = f"example {index}"
-        question = ask_example(
+        question = encode_question(
             self._template, self._verbalizer, self._examples[index], self._seq_len, self._cut, name
         )
         return {"question": question, "labels": [IGNORE_INDEX, self._labels[index]]}
@@ -184,7 +184,7 @@ def target_objective(model: nn.Module, batch: Batch, num_items: float) -> Tensor
     """Training objective for `TargetRows`: the cross-entropy of the target tokens."""
     inputs = dict(batch)
     labels, places = inputs.pop("labels")[:, 1:], inputs.pop("mask_at")
-    outputs = ask_model(model, inputs, places)
+    outputs = run_at_answers(model, inputs, places)
     if outputs is None:
         return torch.zeros(())
     return target_loss(outputs.logits, labels).sum() / num_items

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
-from bmforge.tune.prompt.questions import Question, lay_questions
+from bmforge.tune.prompt.questions import Question, collate_questions
 from bmforge.tune.prompt.template import Template
 
 __all__ = ["search_templates"]
@@ -63,9 +63,9 @@ def search_templates(
             "least 1 for beams and keep)."
         )
     template = Template(_SHAPES[pairs], tokenizer, model)
-    if template.asking.kind != "spans":
+    if template.prompt_format.kind != "spans":
         raise ConfigError(
-            f"a template with the format {template.asking.kind!r} cannot be used for the "
+            f"a template with the format {template.prompt_format.kind!r} cannot be used for the "
             "template search. Use a T5 or CPM-2."
         )
     source, mask = _read_source(model, template, examples, words, max_seq_len)
@@ -114,7 +114,7 @@ def _read_source(
         filled = {**fields, "meta": {"label_word": word}}
         prompt = template.encode(filled, longest, name=f"example {number}")
         questions.append(Question([prompt], [], []))
-    columns = lay_questions(questions, template.tokenizer.pad_id or 0)
+    columns = collate_questions(questions, template.tokenizer.pad_id or 0)
     device = next(model.parameters()).device
     ids, mask = (torch.tensor(columns[n], device=device) for n in ("input_ids", "attention_mask"))
     return model.encode(ids, mask), mask

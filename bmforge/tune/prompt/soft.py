@@ -202,7 +202,7 @@ def draw_rows_(model: Any, rows: Sequence[SoftRow], seed: int = 0) -> None:
 
 def _remember(model: Any, rows: ExtraEmbeddings) -> None:
     """Record the soft tokens in the config of a bmforge model, so that loading creates them."""
-    tell = getattr(model, "remember_part_", None)
+    tell = getattr(model, "record_part_", None)
     if callable(tell):
         tell("prompt", ["embed"], {"length": rows.weight.shape[0]}, "")
 
@@ -217,7 +217,7 @@ def drop_rows_(model: Any) -> None:
     if prompt is None:
         return
     del table.prompt
-    forget = getattr(model, "forget_part_", None)
+    forget = getattr(model, "erase_part_", None)
     if callable(forget) and isinstance(prompt, ExtraEmbeddings):
         forget("prompt", ["embed"], {"length": prompt.weight.shape[0]}, "")
 

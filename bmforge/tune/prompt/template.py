@@ -10,12 +10,12 @@ from bmforge.errors import ConfigError
 from bmforge.tokenizers import Tokenizer
 from bmforge.tune.prompt.language import parse_template
 from bmforge.tune.prompt.pieces import Piece, Wrapped
-from bmforge.tune.prompt.prompt_assembly import Encoded, Text, lay_out, make_frame
+from bmforge.tune.prompt.prompt_assembly import Encoded, Text, assemble_prompt, make_frame
 from bmforge.tune.prompt.prompt_formats import (
-    ASKINGS,
-    Asking,
+    PROMPT_FORMATS,
+    PromptFormat,
     check_marks,
-    find_asking,
+    find_prompt_format,
     special_token,
 )
 from bmforge.tune.prompt.soft import SoftRow, number_rows, put_rows_, token_table
@@ -42,7 +42,7 @@ class Template:
         behind: handling of text after the mask if the model does not read it: "refuse" raises an
             error, "leave out" drops the text, and "score" scores the text after each word, for a
             verbalizer with "joint" words.
-        asking: name in `ASKINGS` that overrides the prompt format of the model's family.
+        prompt_format: name in `PROMPT_FORMATS` that overrides the format of the model's family.
         seed: random seed of new soft tokens.
 
     Attributes:
@@ -63,20 +63,25 @@ class Template:
         front: int = 0,
         encoder: str = "",
         behind: str = "refuse",
-        asking: str = "",
+        prompt_format: str = "",
         seed: int = 0,
     ) -> None:
-        if asking and asking not in ASKINGS:
-            raise ConfigError(f"unknown format: asking={asking!r} (known: {', '.join(ASKINGS)}).")
+        if prompt_format and prompt_format not in PROMPT_FORMATS:
+            raise ConfigError(
+                f"unknown format: prompt_format={prompt_format!r} (known: "
+                f"{', '.join(PROMPT_FORMATS)})."
+            )
         if behind not in _BEHIND:
             raise ConfigError(f"behind={behind!r} must be one of {', '.join(_BEHIND)}.")
         self.text, self.tokenizer, self.front, self.encoder = text, tokenizer, front, encoder
         self.pieces = parse_template(text)
-        self.asking: Asking = ASKINGS[asking] if asking else find_asking(model)
+        self.prompt_format: PromptFormat = (
+            PROMPT_FORMATS[prompt_format] if prompt_format else find_prompt_format(model)
+        )
         masks = sum(_is_mask(piece) for piece in self.pieces)
-        self.num_masks = masks if self.asking.reads_behind else 1
+        self.num_masks = masks if self.prompt_format.reads_after_mask else 1
         self.behind = self._check_masks(behind)
-        check_marks(self.asking, tokenizer, model)
+        check_marks(self.prompt_format, tokenizer, model)
         rows, self._numbers = number_rows(self.pieces, tokenizer)
         self.rows: tuple[SoftRow, ...] = (SoftRow(),) * front + rows
         self.vocab_size = token_table(model).num_embeddings if self.rows else 0
@@ -85,11 +90,11 @@ class Template:
         self._sentinel = getattr(getattr(model, "traits", None), "sentinel", "") or "<extra_id_{}>"
         config = getattr(model, "config", None)
         start = getattr(config, "decoder_start_token_id", None) or 0
-        self._frame = make_frame(self.asking, tokenizer, config, self.num_masks)
+        self._frame = make_frame(self.prompt_format, tokenizer, config, self.num_masks)
         self.blanks: list[int] = []
-        if self.asking.writes_apart:
+        if self.prompt_format.has_decoder:
             self.blanks = [self._sentinel_id(n) for n in range(self.num_masks)]
-        skipped = int(self.asking.start_is_blank)
+        skipped = int(self.prompt_format.start_is_blank)
         self._begun = [start, *self.blanks[skipped:]]
         self.shown: list[list[Wrapped]] = []
 
@@ -100,17 +105,17 @@ class Template:
 
     def _check_masks(self, behind: str) -> str:
         """Raise an error for unsupported masks; return the effective value of `behind`."""
-        if self.asking.reads_behind:
+        if self.prompt_format.reads_after_mask:
             return "refuse"
         first = next(n for n, piece in enumerate(self.pieces) if _is_mask(piece))
         following = self.pieces[first + 1 :]
         if following and behind == "refuse":
             raise ConfigError(
                 f"the template has {following[0].kind} {following[0].value or ''!r} after its "
-                f"mask, which a model of the kind {self.asking.kind!r} never reads. Put the "
+                f"mask, which a model of the kind {self.prompt_format.kind!r} never reads. Put the "
                 "mask last, or pass behind='leave out' or behind='score'."
             )
-        if behind == "score" and (not following or self.asking.form != "row"):
+        if behind == "score" and (not following or self.prompt_format.form != "row"):
             raise ConfigError(
                 "behind='score' has no effect, because no text follows the mask of a causal "
                 "model. Leave behind out."
@@ -213,12 +218,14 @@ class Template:
             if piece.kind == "mask":
                 masks.append(len(parts))
                 parts.append((self._mask_ids(len(masks) - 1, answer), False))
-                if not self.asking.reads_behind and (self.behind != "score" or not answer):
+                if not self.prompt_format.reads_after_mask and (
+                    self.behind != "score" or not answer
+                ):
                     break
             else:
                 parts.append((self._read(piece), piece.shortenable))
         around = len(self._frame) + self.front
-        if self.asking.form in ("behind", "document"):
+        if self.prompt_format.form in ("behind", "document"):
             around += max(0, len(answer) - 1)
         truncated = cut_parts(parts, max_seq_len - around, cut, name)
         ids: list[int] = []
@@ -229,7 +236,7 @@ class Template:
             ids += part
         front = [self.vocab_size + row for row in range(self.front)]
         text = Text(ids, places, answer)
-        laid = lay_out(self.asking, self._frame, text, front, self._begun, name)
+        laid = assemble_prompt(self.prompt_format, self._frame, text, front, self._begun, name)
         num_cut = sum(len(ids) for ids, _ in parts) - sum(map(len, truncated))
         return Encoded(
             laid.input_ids, laid.mask_at, laid.decoder_input_ids, num_cut,
@@ -240,7 +247,7 @@ class Template:
         """Return a key: answers with equal keys are scored in the same prompt."""
         if self.behind == "score":
             return tuple(answer)
-        return tuple(answer[:-1]) if self.asking.goes_on else (0,) * len(answer)
+        return tuple(answer[:-1]) if self.prompt_format.is_autoregressive else (0,) * len(answer)
 
     def _read(self, piece: Wrapped) -> list[int]:
         if piece.kind == "soft":
@@ -250,10 +257,10 @@ class Template:
         return self.tokenizer.encode_plain([piece.text])[0] if piece.text else []
 
     def _mask_ids(self, number: int, answer: Sequence[int]) -> list[int]:
-        form = self.asking.form
-        if (form == "hidden" and answer) or (form == "row" and not self.asking.shows_mask):
+        form = self.prompt_format.form
+        if (form == "hidden" and answer) or (form == "row" and not self.prompt_format.shows_mask):
             return list(answer)
-        if not self.asking.shows_mask:
+        if not self.prompt_format.shows_mask:
             return []
         if form == "apart":
             return [self.blanks[number]]

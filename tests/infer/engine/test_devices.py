@@ -15,7 +15,7 @@ from bmforge.device import find_devices
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, GenerationConfig, Request
 from bmforge.infer.engine import budget
-from bmforge.infer.engine.divide import DeviceRoom, divide_blocks
+from bmforge.infer.engine.divide import DeviceMemory, divide_blocks
 from bmforge.infer.engine.workspace import Workspace
 from bmforge.models import T5, Llama, LlamaConfig, Mixtral, MixtralConfig, T5Config
 from bmforge.surgery import wrappers_of
@@ -85,7 +85,7 @@ def divide(sizes: list[int], rooms: list[int], cache: int = 0) -> list[tuple[int
     """Return how many blocks stay and move on each device, or the budget that is enough."""
     model = Stacked(sizes)
     blocks = {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
-    devices, order = [DeviceRoom(torch.device("cpu"), room, 64) for room in rooms], list(blocks)
+    devices, order = [DeviceMemory(torch.device("cpu"), room, 64) for room in rooms], list(blocks)
     found = divide_blocks(model, blocks, devices, None, Workspace(cache, 128))
     if found.plan is None:
         return found.smallest_bytes
@@ -137,7 +137,7 @@ def test_shared_weights_stay_together() -> None:
     model = Stacked([640] * 6)
     model.blocks[5].weight = model.blocks[0].weight
     blocks = {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
-    rooms = [DeviceRoom(torch.device("cpu"), room) for room in (640 * 4, 640 * 3)]
+    rooms = [DeviceMemory(torch.device("cpu"), room) for room in (640 * 4, 640 * 3)]
     plan = divide_blocks(model, blocks, rooms, None, Workspace(0, 0)).plan
     assert plan is not None
     assert list(plan.elsewhere) == ["blocks.3", "blocks.4"]
@@ -156,7 +156,7 @@ def test_where_moving_blocks_wait(cpu: int, given: int | None, waiting: int) -> 
     model = Stacked([640] * 12)
     blocks = {f"blocks.{n}": block for n, block in enumerate(model.blocks)}
     places = (torch.device("lazy", 0), 640 * 5), (torch.device("cpu"), cpu)
-    rooms = [DeviceRoom(device, size) for device, size in places]
+    rooms = [DeviceMemory(device, size) for device, size in places]
     plan = divide_blocks(model, blocks, rooms, given, Workspace(0, 0)).plan
     assert plan is not None
     assert len(plan.moving) > waiting

@@ -13,7 +13,7 @@ from test_requests import PROMPTS, ask, drawn, greedy, make, opened, say
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, Request, RequestsConfig
 from bmforge.infer.engine.packed_step import PackedStep
-from bmforge.infer.engine.speculate import GUESSED_LATER, DraftSpeculator, NgramSpeculator
+from bmforge.infer.engine.speculate import DRAFT_PLACEHOLDER, DraftSpeculator, NgramSpeculator
 
 NEW = 30
 
@@ -28,16 +28,16 @@ def requests() -> list[Request]:
     return [*made, Request(PROMPTS[1], twice), Request(PROMPTS[2], drawn(5, max_new_tokens=NEW))]
 
 
-@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("use_speculation", [False, True])
 @pytest.mark.parametrize("pages", [1024, 160])
-def test_answers_stay_what_they_are(speculates: bool, pages: int) -> None:
+def test_answers_stay_what_they_are(use_speculation: bool, pages: int) -> None:
     """With a draft that is right, one that is wrong, and pages that run out."""
     model = make("llama")
     options = {"total_tokens": pages, "max_num_batched_tokens": 40}
     with opened(model, **options) as engine:
         want = [say(found) for found in ask(engine, requests())]
     for draft in (make("llama"), small(), make("gpt2")):
-        with opened(model, **options, draft=draft, speculates=speculates) as engine:
+        with opened(model, **options, draft=draft, use_speculation=use_speculation) as engine:
             assert [say(found) for found in ask(engine, requests())] == want
             assert [say(found) for found in ask(engine, requests())] == want  # by prefixes
 
@@ -70,21 +70,21 @@ def test_a_draft_that_is_right_saves_steps(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_draft_that_is_wrong_pauses() -> None:
     ahead = DraftSpeculator(0.1)
     for length in range(10, 14):
-        assert ahead.guess([1] * length) == [GUESSED_LATER] * 4
-        ahead.learn(length, 4, 1)
-    assert ahead.guess([1] * 14) == []
-    assert ahead.guess([1] * (13 + 64)) == [GUESSED_LATER] * 4
+        assert ahead.propose([1] * length) == [DRAFT_PLACEHOLDER] * 4
+        ahead.record_acceptance(length, 4, 1)
+    assert ahead.propose([1] * 14) == []
+    assert ahead.propose([1] * (13 + 64)) == [DRAFT_PLACEHOLDER] * 4
     costly = DraftSpeculator(0.9)
     for length in range(10, 14):
-        costly.learn(length, 4, 3)
-    assert costly.guess([1] * 14) == []
+        costly.record_acceptance(length, 4, 3)
+    assert costly.propose([1] * 14) == []
 
 
 def test_what_was_there_before_comes_first() -> None:
     ahead = DraftSpeculator(0.1, NgramSpeculator())
-    assert ahead.guess([1, 2, 3, 4, 5, 1, 2, 3])[:2] == [4, 5]
-    assert ahead.guess([1, 2, 3, 4, 5, 1, 2, 3, 9]) == [GUESSED_LATER] * 4
-    assert ahead.fresh().guess([7, 8]) == [GUESSED_LATER] * 4
+    assert ahead.propose([1, 2, 3, 4, 5, 1, 2, 3])[:2] == [4, 5]
+    assert ahead.propose([1, 2, 3, 4, 5, 1, 2, 3, 9]) == [DRAFT_PLACEHOLDER] * 4
+    assert ahead.fork().propose([7, 8]) == [DRAFT_PLACEHOLDER] * 4
 
 
 def test_another_vocabulary_is_refused() -> None:
@@ -124,8 +124,8 @@ def test_a_draft_from_a_directory_within_the_budget(tmp_path: Path) -> None:
         Engine(tmp_path / "large", device_budget_bytes=200 << 20, config=plain) as other,
     ):
         assert engine.plan.budget_bytes == other.plan.budget_bytes
-        assert engine.plan.beside_bytes > sum(p.nbytes for p in small().parameters())
-        assert engine.plan.smallest_bytes - other.plan.smallest_bytes == engine.plan.beside_bytes
+        assert engine.plan.adapter_bytes > sum(p.nbytes for p in small().parameters())
+        assert engine.plan.smallest_bytes - other.plan.smallest_bytes == engine.plan.adapter_bytes
         asked = [Request(PROMPTS[1], greedy(max_new_tokens=NEW))]
         assert say(ask(engine, asked)[0]) == say(ask(other, asked)[0])
     with pytest.raises(ConfigError, match="the draft model takes"):

@@ -166,7 +166,7 @@ def test_a_row_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(model, rows)
 
     monkeypatch.setattr(encodings, "read_states", read)
-    monkeypatch.setattr(encodings, "shares_passes", lambda _: True)
+    monkeypatch.setattr(encodings, "can_batch_sequences", lambda _: True)
     with Engine(encoder("bert")) as engine:
         with Held(engine):
             good, bad = engine.submit_embed([[1, 2, 3]]), engine.submit_embed([[1, 13, 3]])

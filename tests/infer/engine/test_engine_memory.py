@@ -32,7 +32,7 @@ def test_bf16_needs_at_most_six_tenths_of_the_budget_of_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU without a library for 16 bits, whose generated code would need more memory."""
-    monkeypatch.setattr(runtime, "lacks_library", lambda dtype: True)
+    monkeypatch.setattr(runtime, "lacks_optimized_product", lambda dtype: True)
     MODELS["llama"]().save_pretrained(tmp_path)
     config = EngineConfig(max_tokens=256)
     least = []

@@ -256,15 +256,15 @@ def test_they_are_trained_in_a_budget(six_layers: None) -> None:
 def test_room_for_what_comes_later(six_layers: None) -> None:
     """It is left free in the plan, and the smallest budget is larger by it."""
     plain = EngineConfig(max_rows=1, max_tokens=64)
-    more = EngineConfig(max_rows=1, max_tokens=64, beside_bytes=50_000)
+    more = EngineConfig(max_rows=1, max_tokens=64, adapter_bytes=50_000)
     least = find_least(make("gpt2"), plain)
     assert find_least(make("gpt2"), more) == least + 50_000
     with Engine(make("gpt2"), device_budget_bytes=least + 50_000, config=more) as engine:
         assert len(engine.plan.on_disk) == 6
         assert engine.plan.used_bytes <= engine.plan.budget_bytes == engine.plan.smallest_bytes
         assert "later adapters" in str(engine.plan)
-    with pytest.raises(ConfigError, match="beside_bytes=-1"):
-        EngineConfig(beside_bytes=-1)
+    with pytest.raises(ConfigError, match="adapter_bytes=-1"):
+        EngineConfig(adapter_bytes=-1)
 
 
 def test_encoders_take_them() -> None:

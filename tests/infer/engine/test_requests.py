@@ -154,7 +154,7 @@ def test_the_same_bits_beside_others(kind: str, scheme: str) -> None:
         {"max_num_batched_tokens": 19, "enable_prefix_caching": False},
         {"max_num_seqs": 5, "max_num_batched_tokens": 7},
         {"total_tokens": 160, "enable_prefix_caching": False},
-        {"speculates": True, "max_num_seqs": 9},
+        {"use_speculation": True, "max_num_seqs": 9},
     ]
     for number, setting in enumerate(settings):
         with opened(model, **setting) as engine:
@@ -196,7 +196,7 @@ def test_a_prefix_is_computed_once() -> None:
         first = engine.submit(Request(prompt, greedy())).wait(60)[0]
         again = engine.submit(Request(prompt, greedy())).wait(60)[0]
         longer = engine.submit(Request([*prompt, *first.ids, 5], greedy())).wait(60)[0]
-        salted = engine.submit(Request(prompt, greedy(), salt="other")).wait(60)[0]
+        salted = engine.submit(Request(prompt, greedy(), cache_salt="other")).wait(60)[0]
         status = engine.requests_status()
     assert first.cached_tokens == salted.cached_tokens == 0
     assert again.cached_tokens == (len(prompt) - 1) // 16 * 16
@@ -219,9 +219,9 @@ def test_guesses_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PackedStep, "run", count)
     prompt, model, found = PROMPTS[1] * 3, make("llama"), []
-    for speculates in (False, True):
+    for use_speculation in (False, True):
         for options in (greedy(), drawn(5)):
-            with opened(model, speculates=speculates) as engine:
+            with opened(model, use_speculation=use_speculation) as engine:
                 steps.clear()
                 asked = Request(prompt, options.replace(max_new_tokens=80))
                 found.append((say(engine.submit(asked).wait(60)), len(steps)))
@@ -519,7 +519,7 @@ def test_a_flood_leaves_nothing_behind(kind: str) -> None:
                 want[number, seed] = say(engine.submit(asked).wait(60))
     wrong: list[Any] = []
     with opened(
-        model, max_num_seqs=6, max_num_batched_tokens=24, total_tokens=400, speculates=True
+        model, max_num_seqs=6, max_num_batched_tokens=24, total_tokens=400, use_speculation=True
     ) as engine:
 
         def work(worker: int) -> None:

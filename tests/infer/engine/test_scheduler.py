@@ -126,10 +126,10 @@ class Serving(RuleBasedStateMachine):
             self.scheduler.finish(part)
             return
         before = len(sequence.tokens)
-        for guess in (*part.guessed, None):
+        for propose in (*part.guessed, None):
             token = 4 if len(sequence.tokens) % 13 == 0 else len(sequence.tokens) % 3
             sequence.tokens.append(token)
-            if token != guess:
+            if token != propose:
                 break
         assert before < len(sequence.tokens) <= sequence.longest
         self.scheduler.finish(part)

@@ -62,7 +62,7 @@ class Trace(TorchDispatchMode):
 @pytest.fixture
 def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bmforge.infer.engine.step_graphs.has_graphs", lambda _: True)
-    monkeypatch.setattr(packed_step, "shares_passes", lambda _: True)
+    monkeypatch.setattr(packed_step, "can_batch_sequences", lambda _: True)
     monkeypatch.setattr(packed_step, "is_host", lambda _: False)
     monkeypatch.setattr(
         packed_step, "StepGraphs", lambda run, device: StepGraphs(run, device, Trace)
@@ -134,7 +134,7 @@ def test_changed_values_are_read_and_changed_structures_are_not_recorded(with_gr
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
     calls = []
     model.layers["1"].mlp.register_forward_hook(lambda *_: calls.append(1))
-    step.look_again()
+    step.check_for_changes()
     decode(step, prompts(2), 4)
     assert len(calls) == 5
 
@@ -161,8 +161,8 @@ def change_forward(model: Any) -> None:
 
 
 def change_mix(model: Any) -> None:
-    own = model.layers["1"].attn.mix
-    model.layers["1"].attn.mix = lambda *args: own(*args)
+    own = model.layers["1"].attn.attention_fn
+    model.layers["1"].attn.attention_fn = lambda *args: own(*args)
 
 
 def change_class(model: Any) -> None:
@@ -170,7 +170,7 @@ def change_class(model: Any) -> None:
 
 
 def change_head(model: Any) -> None:
-    model.leave = lambda x: 2 * x
+    model.project_last = lambda x: 2 * x
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,14 @@ def test_batched_choice_leaves_scores_that_are_not_finite() -> None:
     assert found[1] is None
 
 
-@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("use_speculation", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_processed_logprobs_are_those_of_the_sampled_distribution(
-    kind: str, speculates: bool
+    kind: str, use_speculation: bool
 ) -> None:
     model = _model(kind)
     options = {"do_sample": True, "temperature": 0.6, "top_k": 20, "seed": 5, "logprobs": 0}
-    requests = RequestsConfig(speculates=speculates)
+    requests = RequestsConfig(use_speculation=use_speculation)
     with Engine(model, config=EngineConfig(requests=requests)) as engine:
         answers = _ask(
             engine,

@@ -24,7 +24,7 @@ from bmforge.models import (
     T5Config,
 )
 from bmforge.models.pack import quantize_
-from bmforge.parallel.planner.storage_tracker import Follower
+from bmforge.parallel.planner.storage_tracker import StorageTracker
 from bmforge.surgery import copy_to_meta, persistent_tensors
 
 SIZES: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_heads": 4, "num_layers": 3}
@@ -42,7 +42,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 
 def follow(model: Any, run: Callable[[Any], Any]) -> int:
     """Bytes that are alive at once at most while a real model runs, without its weights."""
-    follower = Follower()
+    follower = StorageTracker()
     follower.register(persistent_tensors(model).values())
     with torch.no_grad(), follower:
         run(model)

@@ -146,7 +146,7 @@ def make_batch(base: str) -> dict[str, Tensor]:
 
 def their_delta(twin: Twin, config: Any) -> Any:
     """Return PEFT's model, its numbers drawn: nothing is at its start."""
-    base = type(twin.theirs).from_pretrained(twin.directory, attn_implementation="eager").eval()
+    base = type(twin.reference).from_pretrained(twin.directory, attn_implementation="eager").eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = peft.get_peft_model(base, config).eval()
@@ -172,7 +172,7 @@ def test_three_steps_and_files(twins: dict[str, Twin], tmp_path: Path, name: str
     twin, batch = twins[case.base], make_batch(case.base)
     theirs = their_delta(twin, case.config)
     theirs.save_pretrained(tmp_path / "theirs")
-    model = type(twin.ours).from_pretrained(twin.directory)
+    model = type(twin.model).from_pretrained(twin.directory)
     delta = load_delta(model, tmp_path / "theirs", name="mine")
     trained = [p for p in model.parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == delta.count_parameters()
@@ -213,7 +213,7 @@ def test_ours_opens_in_peft_and_here(
     twins: dict[str, Twin], tmp_path: Path, base: str, targets: list[str], options: Any
 ) -> None:
     twin, batch = twins[base], make_batch(base)
-    model = type(twin.ours).from_pretrained(twin.directory)
+    model = type(twin.model).from_pretrained(twin.directory)
     delta = Lora(model, targets, rank=3, alpha=6, **options)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -224,12 +224,12 @@ def test_ours_opens_in_peft_and_here(
     if base == "t5":
         read["decoder_input_ids"] = batch["labels"]
     want = model(**read).logits
-    theirs = type(twin.theirs).from_pretrained(twin.directory, attn_implementation="eager")
+    theirs = type(twin.reference).from_pretrained(twin.directory, attn_implementation="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         opened = peft.PeftModel.from_pretrained(theirs, tmp_path).eval()
     assert_close(opened(**read).logits, want, **LOOSE)
-    again = type(twin.ours).from_pretrained(twin.directory)
+    again = type(twin.model).from_pretrained(twin.directory)
     loaded = Lora.load(again, tmp_path)
     assert torch.equal(again(**read).logits, want)
     assert {n: t.shape for n, t in loaded.tensors().items()} == {
@@ -250,7 +250,7 @@ def test_experts_of_peft(twins: dict[str, Twin], tmp_path: Path, stacks: list[st
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=named)
     theirs = their_delta(twin, config)
     theirs.save_pretrained(tmp_path / "theirs")
-    model = type(twin.ours).from_pretrained(twin.directory)
+    model = type(twin.model).from_pretrained(twin.directory)
     delta = load_delta(model, tmp_path / "theirs")
     read = {n: t for n, t in batch.items() if n != "labels"}
     want = theirs(**read).logits
@@ -269,6 +269,6 @@ def test_experts_of_peft(twins: dict[str, Twin], tmp_path: Path, stacks: list[st
         ] + [g.reshape(4, 2, 32).mT for g in grads if tuple(g.shape) == (8, 32)]
         assert any(torch.allclose(mine, one, rtol=1e-4, atol=1e-7) for one in same)
     delta.save(tmp_path / "ours")
-    again = type(twin.ours).from_pretrained(twin.directory)
+    again = type(twin.model).from_pretrained(twin.directory)
     load_delta(again, tmp_path / "ours")
     assert torch.equal(again(**read).logits, model(**read).logits)

@@ -91,7 +91,7 @@ def _count_cuttable(template, example):
     """Tokens of what may be cut, of the pieces that the model reads."""
     total = 0
     for piece in template.wrap(example):
-        if piece.kind == "mask" and not template.asking.reads_behind:
+        if piece.kind == "mask" and not template.prompt_format.reads_after_mask:
             break
         total += len(template._read(piece)) if piece.shortenable else 0
     return total
@@ -99,7 +99,7 @@ def _count_cuttable(template, example):
 
 def _check_mask(template, found, tokenizer):
     """The mask is where it is said to be."""
-    form = template.asking.form
+    form = template.prompt_format.form
     assert len(found.mask_at) == template.num_masks
     if template.num_masks > 1:
         assert form != "row" or {found.input_ids[p] for p in found.mask_at} == {tokenizer.mask_id}
@@ -107,7 +107,7 @@ def _check_mask(template, found, tokenizer):
     (place,) = found.mask_at
     if form == "apart":
         assert found.input_ids.count(template.blanks[0]) == 1
-    elif form == "row" and template.asking.shows_mask:
+    elif form == "row" and template.prompt_format.shows_mask:
         assert found.input_ids[place] == tokenizer.mask_id
     elif form == "row":
         assert place == len(found) - 1

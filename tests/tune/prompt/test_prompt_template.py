@@ -27,10 +27,15 @@ def build(name, number, tokenizers, **options):
     family = name.removesuffix("-lm")
     if family not in tokenizers:
         pytest.skip("T5's vocabulary is not in this checkout")
-    asking = "prefix spans" if name == "t5-lm" else ""
+    prompt_format = "prefix spans" if name == "t5-lm" else ""
     model = fresh_model(family, SIZES[family])
     return Template(
-        TEXTS[number], tokenizers[family], model, behind="leave out", asking=asking, **options
+        TEXTS[number],
+        tokenizers[family],
+        model,
+        behind="leave out",
+        prompt_format=prompt_format,
+        **options,
     )
 
 

@@ -21,7 +21,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop, SparseAdam
 from bmforge.compat.bmtrain.parameter import full_shape, set_values_, share_like, whole
 from bmforge.compat.bmtrain.runtime import config
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.shards import laid_out_like, local_tensor
+from bmforge.shards import local_tensor, shard_like
 
 __all__ = [
     "check_optimizer", "keeps_whole", "step_shares", "all_parameters", "pack_state", "unpack_state",
@@ -147,7 +147,7 @@ def _pack(param: Tensor, value: Any, gather: bool) -> Any:
 
 def _like(param: Tensor, value: Tensor) -> Tensor:
     """Convert a local tensor to a DTensor that is sharded like `param`."""
-    return value if isinstance(value, DTensor) else laid_out_like(value, param)
+    return value if isinstance(value, DTensor) else shard_like(value, param)
 
 
 def unpack_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> State:

@@ -21,7 +21,7 @@ from bmforge.compat.bmtrain.synchronize import gather_result
 from bmforge.data.store.blocks import BLOCK_BYTES, META_FILE, BlockDataset, BlockFile
 from bmforge.data.store.safe_pickle import load_plain
 from bmforge.errors import ConfigError, DataError
-from bmforge.files import replace_file, replacing
+from bmforge.files import replace_atomically, replace_file
 
 __all__ = ["DatasetBuilder", "DatasetWriter", "DistributedDataset", "SimpleDataset"]
 __all__ += ["build_dataset", "mask_dataset"]
@@ -244,7 +244,7 @@ class DatasetBuilder:
             raise ConfigError(f"{str(self._path / dbname)!r} already exists. Choose another name.")
 
     def __enter__(self) -> DatasetWriter:
-        self._target = replacing(self._path / self._name)
+        self._target = replace_atomically(self._path / self._name)
         self._writer = DatasetWriter(self._target.__enter__(), self._block_size)
         return self._writer
 

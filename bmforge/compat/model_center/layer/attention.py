@@ -12,7 +12,7 @@ from bmforge.compat.bmtrain.module import DistributedModule
 from bmforge.compat.model_center.layer.basic import Linear
 from bmforge.errors import ConfigError, suggest
 from bmforge.nn import AttentionSpec
-from bmforge.nn.attention import mix_values
+from bmforge.nn.attention import compute_attention
 from bmforge.nn.mlp import get_activation
 from bmforge.nn.window import WindowAttention
 from bmforge.nn.window_mask import build_window_mask
@@ -107,7 +107,7 @@ class Attention(DistributedModule):
         dropout = self.dropout_p if self.training else 0.0
         # A fully masked query would give NaN: let it attend to all keys, and set its output to 0.
         blind = ~mask.any(-1, keepdim=True)
-        mixed = mix_values(q, k, v, mask | blind, bias, False, self.scale, dropout)
+        mixed = compute_attention(q, k, v, mask | blind, bias, False, self.scale, dropout)
         mixed = mixed.masked_fill(blind, 0.0)
         out = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return (out, new_cache) if use_cache else out

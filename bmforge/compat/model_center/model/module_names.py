@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.models import Model
-from bmforge.models.formats.model_center import t5_factor, their_name, undo_factor
+from bmforge.models.formats.model_center import model_center_name, t5_factor, undo_factor
 from bmforge.models.formats.model_center_config import OLD_FAMILIES
 from bmforge.tune.delta.opendelta_names import rename_inner
 
@@ -38,7 +38,7 @@ def module_names(model: Model, family: str, before: str = "") -> dict[str, list[
     names: dict[str, list[str]] = {}
     for name, _ in model.named_parameters() if family in OLD_FAMILIES else ():
         owner = before + name.rpartition(".")[0]
-        old_name = their_name(model, family, name).rpartition(".")[0]
+        old_name = model_center_name(model, family, name).rpartition(".")[0]
         if old_name and owner not in names.setdefault(old_name, []):
             names[old_name].append(owner)
         match = _INSIDE.fullmatch(old_name)
@@ -58,7 +58,7 @@ def parameter_names(base: Any) -> dict[str, str]:
         part, _, inner = name.partition(".")
         if part == "head":
             inner = f"{head}.{inner}"
-        old_name = name if part == "cls_projection" else their_name(model, family, inner)
+        old_name = name if part == "cls_projection" else model_center_name(model, family, inner)
         for own, old in _CONTAINERS[family == "ViT"]:
             old_name = re.sub(own, old, old_name)
         names[name] = old_name

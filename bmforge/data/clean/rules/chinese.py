@@ -77,7 +77,7 @@ def _repeated_grams(text: TextStatistics) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def _ads(text: TextStatistics) -> float:
+def _advertisements(text: TextStatistics) -> float:
     return sum(1 for _ in _ADS.finditer(text.text)) / max(len(text.filled_lines), 1)
 
 
@@ -124,7 +124,7 @@ _OWN_RULES = (
     ),
     Rule(
         "advertisement",
-        _ads,
+        _advertisements,
         Bounds(None, 0.5),
         "advertising phrases per line",
         f"the limit of {_WEB_TEXT} for listed words; the word list is bmforge's own",

@@ -14,9 +14,9 @@ from bmforge.cli.plan_workload import workload_of
 from bmforge.models import GPT2Config, MixtralConfig, T5Config
 from bmforge.models.config import ModelConfig
 from bmforge.parallel import Layout
-from bmforge.parallel.planner import outcomes
-from bmforge.parallel.planner.outcomes import Outcomes
-from bmforge.parallel.planner.storage_tracker import Follower
+from bmforge.parallel.planner import fake_op_cache
+from bmforge.parallel.planner.fake_op_cache import FakeOpCache
+from bmforge.parallel.planner.storage_tracker import StorageTracker
 from bmforge.parallel.planner.trace import Setting, trace_step
 
 aten = torch.ops.aten
@@ -47,13 +47,13 @@ def describe(out: object, x: Tensor) -> list[object]:
             t.untyped_storage()._cdata == x.untyped_storage()._cdata,
             t is x,
         )
-        for t in outcomes.tensors_of(out)
+        for t in fake_op_cache.tensors_of(out)
     ]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_outcome_is_what_the_operator_returns_on_plain_tensors(name: str) -> None:
-    known, call = Outcomes(), CALLS[name]
+    known, call = FakeOpCache(), CALLS[name]
 
     def run(func: Callable[..., object], *args: object, **kwargs: object) -> object:
         return known.run(func, args, kwargs)
@@ -68,7 +68,7 @@ def test_an_outcome_is_what_the_operator_returns_on_plain_tensors(name: str) -> 
 
 
 def test_ones_of_other_types_and_offsets_are_told_apart() -> None:
-    known = Outcomes()
+    known = FakeOpCache()
     with FakeTensorMode():
         x = torch.ones(4, 4, dtype=torch.int64)
         kinds = [known.run(aten.add.Tensor, (x, one), {}).dtype for one in (1, 1.0)]
@@ -90,11 +90,11 @@ CONFIGS: dict[str, ModelConfig] = {
 def test_a_trace_with_what_others_have_found_out_is_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload, known = workload_of(name, CONFIGS[name], 32), Outcomes()
+    workload, known = workload_of(name, CONFIGS[name], 32), FakeOpCache()
     settings = [Setting(Layout(zero=3), 2, rows, recompute=rows == 1) for rows in (1, 2)]
     shared = [trace_step(workload, setting, known) for setting in (*settings, *settings)]
     assert any(maker is not None for maker in known._makers.values())
-    monkeypatch.setattr(outcomes, "_key", lambda *_: None)  # torch finds out everything
+    monkeypatch.setattr(fake_op_cache, "_key", lambda *_: None)  # torch finds out everything
     alone = [trace_step(workload, setting) for setting in settings]
     assert shared == alone * 2
 
@@ -105,7 +105,7 @@ def test_fakes_cost_what_real_tensors_do() -> None:
         with mode:
             layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
             model = torch.nn.Sequential(torch.nn.Linear(8, 32), layer, torch.nn.Linear(32, 8))
-            with Follower() as follower:
+            with StorageTracker() as follower:
                 model(torch.ones(2, 6, 8)).square().mean().backward()
         costs.append((follower.flops, follower.traffic_bytes))
     assert costs[0] == costs[1]

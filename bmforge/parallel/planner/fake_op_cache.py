@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["Outcomes", "tensors_of"]
+__all__ = ["FakeOpCache", "tensors_of"]
 
 # Builds the result of an operator: (arguments, mode) -> result.
 Maker = Callable[[tuple[Any, ...], FakeTensorMode], Any]
@@ -35,7 +35,7 @@ _FIRST_COMES_BACK = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c
 _OF_THE_DEVICE = {"aten::native_layer_norm", "aten::native_layer_norm_backward"}
 
 
-class Outcomes:
+class FakeOpCache:
     """Runs operators on fake tensors; repeated calls take the result's metadata from the cache.
 
     A cache entry is verified when it is created: if it does not reproduce the operator's result, it

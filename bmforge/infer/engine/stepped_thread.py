@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Turns"]
+__all__ = ["SteppedThread"]
 
 
 class _Stopped(BaseException):
@@ -15,7 +15,7 @@ class _Stopped(BaseException):
     """
 
 
-class Turns:
+class SteppedThread:
     """Runs a blocking function from one `pause` to the next.
 
     Either the function's thread or the caller's thread runs, never both.
