@@ -26,7 +26,7 @@ __all__ = ["QuantizedLinear", "joint_group", "multiply_jointly", "quantize_gated
 
 
 class QuantizedLinear(MatrixStore, nn.Linear):
-    """Linear layer with packed weights; computes in fp32 for any input dtype.
+    """Linear layer with packed weights; returns the dtype of its input (see `multiply_packed`).
 
     Args:
         plain: layer to replace; its weights are quantized by `fill_`.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.packed_autograd import Product
 from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
@@ -26,7 +27,6 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
-    keeps_dtype,
     multiply_packed,
     numbers_of,
     pack_weights,
@@ -40,35 +40,6 @@ __all__ = ["MatrixStore", "PackedRows", "PackedStore"]
 _ELEMENTS_AT_ONCE = 1 << 19
 # Elements dequantized at a time for a loss: 64 MiB; a head of 32,000 x 4,096 has 500 MiB.
 _NUMBERS_AT_ONCE = 1 << 24
-
-
-class _Product(torch.autograd.Function):
-    """Autograd function of ``x @ matrix.T + bias``; backward dequantizes the matrix again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        minima: Tensor | None,
-        rows: int,
-        spec: list[int],
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(packed, scales, minima)
-        ctx.rows, ctx.spec, ctx.has_bias = rows, spec, bias is not None
-        return torch.ops.bmforge.multiply_packed(x, packed, scales, minima, rows, spec, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, x_grad, bias_grad = grads[0], None, None
-        if ctx.needs_input_grad[0]:
-            matrix = torch.ops.bmforge.dequantize(*ctx.saved_tensors, ctx.rows, ctx.spec)
-            x_grad = grad @ matrix.to(grad.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[6]:
-            bias_grad = grad.sum(0)
-        return x_grad, None, None, None, None, None, bias_grad
 
 
 class PackedStore(nn.Module):
@@ -254,7 +225,7 @@ class MatrixStore(PackedStore):
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return F.linear(x, self.dense(x.dtype), None if bias is None else bias.to(x.dtype))
         flat = x.reshape(-1, self.columns)
-        if self.outlier_columns is not None or not keeps_dtype(x):
+        if self.outlier_columns is not None or x.dtype == torch.float64:
             flat = flat.float()
             bias = None if bias is None else bias.float()
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
@@ -265,7 +236,7 @@ class MatrixStore(PackedStore):
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not runs_here(inside, bias, *matrix):
-            run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
+            run = Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)
         else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)

@@ -27,6 +27,7 @@ from bmforge.nn.packing import (
     quantize_groups,
     unpack_matrix,
 )
+from bmforge.nn.panel_products import multiply_by_panels
 from bmforge.nn.plain_products import matches_torch, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
@@ -42,7 +43,6 @@ __all__ = [
     "Kernels",
     "decode_spec",
     "dequantize",
-    "keeps_dtype",
     "lacks_library",
     "load_kernels",
     "load_variant",
@@ -51,6 +51,7 @@ __all__ = [
     "numbers_of",
     "pack_groups",
     "pack_weights",
+    "product_dtype",
     "runnable_variants",
     "runs_here",
     "takes_device_groups",
@@ -160,23 +161,37 @@ def multiply_packed(
 ) -> Tensor:
     """Return ``x @ matrix.T + bias``, computed by the fastest available implementation.
 
+    On a CPU, few tokens and quantized activations are multiplied in fp32. Many tokens with float
+    activations are multiplied in `product_dtype`, to which the dequantized weights are rounded.
+
     Shape:
-        x: (T, columns) fp32, or a half-precision dtype on an accelerator -> (T, rows), in its dtype
+        x: (T, columns) -> (T, rows), in its dtype
     """
     x = x.contiguous()
     if not (x.is_cpu or x.is_meta):
         return _multiply_on_device(x, matrix, rows, spec, bias)
-    if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
-        return F.linear(x, dequantize(matrix, rows, spec), bias)
-    kernels = load_kernels() if runs_here(x, bias, *matrix) else None
-    if kernels is None:
-        return multiply_plain(x, matrix, rows, spec, bias)
-    return kernels.multiply(x, matrix, rows, spec, bias)
+    is_many = spec.activations == "float" and x.shape[0] > _FEW_TOKENS
+    dtype = product_dtype(x.dtype) if is_many else torch.float32
+    wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    kernels = load_kernels() if runs_here(wide, bias, *matrix) else None
+    if is_many and kernels is not None:
+        out = multiply_by_panels(kernels, wide, matrix, rows, spec, bias)
+    elif is_many:
+        out = F.linear(wide, dequantize(matrix, rows, spec).to(dtype), bias)
+    elif kernels is not None:
+        out = kernels.multiply(wide, matrix, rows, spec, bias)
+    else:
+        out = multiply_plain(wide, matrix, rows, spec, bias)
+    return out.to(x.dtype)
 
 
-def keeps_dtype(x: Tensor) -> bool:
-    """Return True if `multiply_packed` supports half-precision activations on this device."""
-    return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a CPU multiplies many tokens of `dtype` by dequantized weights.
+
+    This is bf16 if the dtype is bf16 and torch has a library for it, and otherwise fp32.
+    """
+    is_fast = dtype == torch.bfloat16 and not lacks_library(dtype)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def takes_device_groups(spec: QuantSpec, columns: int) -> bool:
