@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
+from bmforge.nn.packed_autograd import GroupedProduct, dequantize_stack
 from bmforge.nn.packed_store import PackedStore
-from bmforge.nn.packing import PANEL_ROWS, QuantSpec
+from bmforge.nn.packing import QuantSpec
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import encode_spec
 
-__all__ = ["StackStore", "dequantize_stack"]
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Autograd function of a grouped product; backward dequantizes the matrices again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        minima: Tensor | None,
-        rows: int,
-        spec: list[int],
-        ends: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(packed, scales, minima, ends)
-        ctx.rows, ctx.spec = rows, spec
-        return torch.ops.bmforge.multiply_stacked(x, packed, scales, minima, rows, spec, ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        packed, scales, minima, ends = ctx.saved_tensors
-        matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec)
-        matrices = matrices.to(grads[0].dtype)
-        x_grad = grouped_linear(grads[0], matrices.transpose(1, 2), ends)
-        return x_grad, None, None, None, None, None, None
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return the dequantized stack, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
+__all__ = ["StackStore"]
 
 
 class StackStore(PackedStore):
@@ -86,9 +49,9 @@ class StackStore(PackedStore):
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return grouped_linear(x, self.dense(key, x.dtype), ends)
         wants = torch.is_grad_enabled() and x.requires_grad
-        run = _GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+        run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
-        return run(x.float(), *tensors, rows, encode_spec(self.spec), ends).to(x.dtype)
+        return run(x, *tensors, rows, encode_spec(self.spec), ends)
 
     def plain(self, key: str) -> Tensor:
         """Return a dequantized stack in fp32, (E, out, in)."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
+from bmforge.nn.packed_autograd import Product
 from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
@@ -26,11 +27,13 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
+    FEW_TOKENS,
     are_plain_cpu_tensors,
     encode_spec,
-    keeps_dtype,
+    load_kernels,
     multiply_packed,
     pack_weights,
+    product_dtype,
 )
 from bmforge.nn.tracing import is_tracing
 
@@ -40,35 +43,6 @@ __all__ = ["MatrixStore", "PackedRows", "PackedStore"]
 _ELEMENTS_AT_ONCE = 1 << 19
 # Elements dequantized at a time for a loss: 64 MiB; a head of 32,000 x 4,096 has 500 MiB.
 _NUMBERS_AT_ONCE = 1 << 24
-
-
-class _Product(torch.autograd.Function):
-    """Autograd function of ``x @ matrix.T + bias``; backward dequantizes the matrix again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        packed: Tensor,
-        scales: Tensor,
-        minima: Tensor | None,
-        rows: int,
-        spec: list[int],
-        bias: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(packed, scales, minima)
-        ctx.rows, ctx.spec, ctx.has_bias = rows, spec, bias is not None
-        return torch.ops.bmforge.multiply_packed(x, packed, scales, minima, rows, spec, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, x_grad, bias_grad = grads[0], None, None
-        if ctx.needs_input_grad[0]:
-            matrix = torch.ops.bmforge.dequantize(*ctx.saved_tensors, ctx.rows, ctx.spec)
-            x_grad = grad @ matrix.to(grad.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[6]:
-            bias_grad = grad.sum(0)
-        return x_grad, None, None, None, None, None, bias_grad
 
 
 class PackedStore(nn.Module):
@@ -254,9 +228,11 @@ class MatrixStore(PackedStore):
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return F.linear(x, self.dense(x.dtype), None if bias is None else bias.to(x.dtype))
         flat = x.reshape(-1, self.columns)
-        if self.outlier_columns is not None or not keeps_dtype(x):
+        if self.outlier_columns is not None or x.dtype == torch.float64:
             flat = flat.float()
             bias = None if bias is None else bias.float()
+        elif x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            flat = self._autocast(flat)
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
@@ -265,7 +241,7 @@ class MatrixStore(PackedStore):
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not are_plain_cpu_tensors(inside, bias, *matrix):
-            run = _Product.apply if wants else torch.ops.bmforge.multiply_packed
+            run = Product.apply if wants else torch.ops.bmforge.multiply_packed
             out = run(inside, *matrix, self.rows, encode_spec(self.spec), bias)
         else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
@@ -273,6 +249,21 @@ class MatrixStore(PackedStore):
             outside = flat.index_select(1, self.outlier_columns)
             out = out + F.linear(outside, self.outlier_weight.view(torch.float16).float())
         return out.view(*x.shape[:-1], self.rows).to(x.dtype)
+
+    def _autocast(self, x: Tensor) -> Tensor:
+        """Convert many tokens to the dtype of autocast, as torch does for a linear layer."""
+        dtype = torch.get_autocast_dtype(x.device.type)
+        is_fast = product_dtype(dtype) == dtype and not is_tracing() and self.takes_panels(x)
+        return x.to(dtype) if is_fast else x
+
+    def takes_panels(self, x: Tensor) -> bool:
+        """Return True if `x` is multiplied by panels in its own dtype; see `nn.panel_products`."""
+        is_many = x.dim() > 1 and x.numel() > FEW_TOKENS * self.columns
+        has_panels = self.spec.activations == "float" and self.outlier_columns is None
+        if not (is_many and has_panels and x.is_cpu and x.shape[-1] == self.columns):
+            return False
+        is_own = product_dtype(x.dtype) == x.dtype and are_plain_cpu_tensors(*self._tensors())
+        return is_own and load_kernels() is not None
 
     def _without_outliers(self, x: Tensor) -> Tensor:
         assert self.outlier_columns is not None

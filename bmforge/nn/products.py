@@ -27,6 +27,7 @@ from bmforge.nn.packing import (
     quantize_groups,
     unpack_matrix,
 )
+from bmforge.nn.panel_products import multiply_by_panels
 from bmforge.nn.plain_products import matches_torch, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
@@ -39,10 +40,10 @@ from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
     "FEW_DEVICE_TOKENS",
+    "FEW_TOKENS",
     "Kernels",
     "decode_spec",
     "dequantize",
-    "keeps_dtype",
     "lacks_optimized_product",
     "load_kernels",
     "load_variant",
@@ -51,13 +52,14 @@ __all__ = [
     "encode_spec",
     "pack_groups",
     "pack_weights",
+    "product_dtype",
     "runnable_variants",
     "are_plain_cpu_tensors",
     "can_quantize_groups_on_device",
 ]
 
 # With more tokens than this, dequantizing and torch's product are faster.
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 # The same on accelerators: integer sums by groups run outside of the tensor cores.
 FEW_DEVICE_TOKENS = 64
 # Triton quantizes a group of activations in the registers of one program.
@@ -160,23 +162,37 @@ def multiply_packed(
 ) -> Tensor:
     """Return ``x @ matrix.T + bias``, computed by the fastest available implementation.
 
+    On a CPU, few tokens and quantized activations are multiplied in fp32. Many tokens with float
+    activations are multiplied in `product_dtype`, to which the dequantized weights are rounded.
+
     Shape:
-        x: (T, columns) fp32, or a half-precision dtype on an accelerator -> (T, rows), in its dtype
+        x: (T, columns) -> (T, rows), in its dtype
     """
     x = x.contiguous()
     if not (x.is_cpu or x.is_meta):
         return _multiply_on_device(x, matrix, rows, spec, bias)
-    if spec.activations == "float" and x.shape[0] > _FEW_TOKENS:
-        return F.linear(x, dequantize(matrix, rows, spec), bias)
-    kernels = load_kernels() if are_plain_cpu_tensors(x, bias, *matrix) else None
-    if kernels is None:
-        return multiply_plain(x, matrix, rows, spec, bias)
-    return kernels.multiply(x, matrix, rows, spec, bias)
+    is_many = spec.activations == "float" and x.shape[0] > FEW_TOKENS
+    dtype = product_dtype(x.dtype) if is_many else torch.float32
+    wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    kernels = load_kernels() if are_plain_cpu_tensors(wide, bias, *matrix) else None
+    if is_many and kernels is not None:
+        out = multiply_by_panels(kernels, wide, matrix, rows, spec, bias)
+    elif is_many:
+        out = F.linear(wide, dequantize(matrix, rows, spec).to(dtype), bias)
+    elif kernels is not None:
+        out = kernels.multiply(wide, matrix, rows, spec, bias)
+    else:
+        out = multiply_plain(wide, matrix, rows, spec, bias)
+    return out.to(x.dtype)
 
 
-def keeps_dtype(x: Tensor) -> bool:
-    """Return True if `multiply_packed` supports half-precision activations on this device."""
-    return not (x.is_cpu or x.is_meta) and x.dtype in (torch.float16, torch.bfloat16)
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a CPU multiplies many tokens of `dtype` by dequantized weights.
+
+    This is bf16 if the dtype is bf16 and torch has a library for it, and otherwise fp32.
+    """
+    is_fast = dtype == torch.bfloat16 and not lacks_optimized_product(dtype)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def can_quantize_groups_on_device(spec: QuantSpec, columns: int) -> bool:
@@ -223,7 +239,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     if torch.compiler.is_compiling():  # it cannot trace the calls below
         return None
-    is_few = x.numel() <= _FEW_TOKENS * weight.shape[1]
+    is_few = x.numel() <= FEW_TOKENS * weight.shape[1]
     if (
         torch.is_grad_enabled()
         or not x.numel()

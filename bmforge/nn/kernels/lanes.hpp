@@ -83,6 +83,16 @@ template <int j>
 static inline Floats column(Block x) {
   return as_floats(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * j), 24));
 }
+// The values of a nibble: 0 to 15, minus `shift`.
+static inline Floats nibble_values(int shift) {
+  const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return as_floats(_mm512_sub_epi32(numbers, ints(shift)));
+}
+// The nibble `bit` bits above the lowest of each lane, as a float.
+template <int bit>
+static inline Floats nibble(Block x, Floats values) {
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(x, bit), values);  // reads 4 bits of each lane
+}
 
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
 
@@ -177,6 +187,13 @@ static inline Floats column(Block x) {
   return as_floats({_mm256_srai_epi32(_mm256_slli_epi32(x.a, 24 - 8 * j), 24),
                     _mm256_srai_epi32(_mm256_slli_epi32(x.b, 24 - 8 * j), 24)});
 }
+static inline Floats nibble_values(int shift) { return floats(-(float)shift); }
+template <int bit>
+static inline Floats nibble(Block x, Floats values) {
+  const __m256i mask = _mm256_set1_epi32(15);
+  return add(as_floats({_mm256_and_si256(_mm256_srli_epi32(x.a, bit), mask),
+                        _mm256_and_si256(_mm256_srli_epi32(x.b, bit), mask)}), values);
+}
 
 #else
 
@@ -248,5 +265,63 @@ static inline Floats column(Block x) {
   LANES y.v[i] = (float)(int8_t)x.v[4 * i + j];
   return y;
 }
+static inline Floats nibble_values(int shift) { return floats(-(float)shift); }
+template <int bit>
+static inline Floats nibble(Block x, Floats values) {
+  LANES values.v[i] += (float)(x.v[4 * i + bit / 8] >> bit % 8 & 15);
+  return values;
+}
 
 #endif
+
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+// Round to nearest even. NaN is not supported.
+static inline void store(Bf16* to, Floats x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  Words bits;
+  memcpy(&bits, &x, sizeof(bits));
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Halves upper = __builtin_convertvector(bits, Halves);
+  memcpy(to, &upper, sizeof(upper));
+#endif
+}
+
+// Exchange `size` words of one row with those of the other: a step of the transposition below.
+template <int size>
+static inline void exchange(Words& a, Words& b) {
+#if defined(__AVX512F__)
+  const __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __mmask16 upper = _mm512_test_epi32_mask(place, ints(size));
+  const __m512i flipped = _mm512_xor_si512(place, ints(size));
+  const __m512i from_b = _mm512_or_si512(flipped, ints(16));
+  const __m512i x = (__m512i)a, y = (__m512i)b;
+  a = (Words)_mm512_permutex2var_epi32(x, _mm512_mask_mov_epi32(place, upper, from_b), y);
+  b = (Words)_mm512_permutex2var_epi32(
+      x, _mm512_mask_mov_epi32(flipped, upper, _mm512_or_si512(place, ints(16))), y);
+#else
+  for (int i = 0; i < 16; i++)
+    if (i & size) {
+      const uint32_t word = a[i];
+      a[i] = b[i ^ size];
+      b[i ^ size] = word;
+    }
+#endif
+}
+
+template <int size>
+static inline void exchange_rows(Words* rows) {
+  for (int i = 0; i < 16; i++)
+    if (!(i & size)) exchange<size>(rows[i], rows[i + size]);
+}
+
+// Transpose 16 rows of 16 words, by exchanging quarters of ever smaller blocks.
+static inline void transpose(Words* rows) {
+  exchange_rows<8>(rows);
+  exchange_rows<4>(rows);
+  exchange_rows<2>(rows);
+  exchange_rows<1>(rows);
+}

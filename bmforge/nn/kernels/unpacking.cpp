@@ -1,0 +1,143 @@
+
+// Dequantizes packed weights: some rows, all rows, or a part of a matrix; see packing.py for the layout.
+
+// The scales and minima of a group of a panel's 16 rows, as floats.
+struct Scales {
+  float scale[PANEL], minimum[PANEL];
+};
+
+static Scales scales_of(const Product& w, int64_t panel, int64_t g) {
+  const int64_t place = (panel * (w.columns / w.group) + g) * PANEL;
+  Scales s = {};
+  store(s.scale, load_scale(w.scales, w.has_wide_scales, place));
+  if (w.minima) store(s.minimum, load_scale(w.minima, w.has_wide_scales, place));
+  return s;
+}
+
+// The columns of a group of row `r` of a panel as floats.
+static void unpack_group(const Product& w, int64_t panel, int64_t g, int64_t r, const Scales& s,
+                         float* __restrict out) {
+  const int64_t step = w.bits == 8 ? 4 : 8;
+  const uint8_t* from = w.packed + (panel * w.columns + g * w.group) * PANEL * w.bits / 8;
+  const float scale = s.scale[r], minimum = s.minimum[r];
+  for (int64_t c = 0; c < w.group; c++) {
+    const uint8_t byte = from[c / step * BLOCK + 4 * r + c % 4];
+    const int nibble = c % 8 < 4 ? byte & 15 : byte >> 4;
+    const int value = w.bits == 8 ? (int8_t)byte : nibble - (w.minima ? 0 : 8);
+    out[c] = (float)value * scale + minimum;
+  }
+}
+
+static const int64_t TILE = 32;  // columns that are dequantized at a time
+
+// Columns `first` to `end` of a panel, (columns, 16), each column `stride` numbers after the last.
+template <typename E>
+static void unpack_tile(const Product& w, int64_t panel, int64_t first, int64_t end, E* out,
+                        int64_t stride) {
+  const int64_t step = w.bits == 8 ? 4 : 8, groups = w.columns / w.group;
+  const uint8_t* from = w.packed + (panel * w.columns + first) * PANEL * w.bits / 8;
+  const Floats values = nibble_values(w.minima ? 0 : 8);
+  for (int64_t c = first; c < end;) {
+    const int64_t g = c / w.group, last = std::min(end, (g + 1) * w.group);
+    const int64_t place = (panel * groups + g) * PANEL;
+    const Floats scale = load_scale(w.scales, w.has_wide_scales, place);
+    const Floats minimum =
+        w.minima ? load_scale(w.minima, w.has_wide_scales, place) : floats(0.0f);
+    const auto put = [&](int64_t column, Floats value) {
+      store(out + column * stride, add(mul(value, scale), minimum));
+    };
+    for (; c < last; c += step, from += BLOCK, out += step * stride) {
+      const Block block = load_block(from);
+      if (w.bits == 8) {
+        put(0, column<0>(block)), put(1, column<1>(block));
+        put(2, column<2>(block)), put(3, column<3>(block));
+      } else {
+        put(0, nibble<0>(block, values)), put(4, nibble<4>(block, values));
+        put(1, nibble<8>(block, values)), put(5, nibble<12>(block, values));
+        put(2, nibble<16>(block, values)), put(6, nibble<20>(block, values));
+        put(3, nibble<24>(block, values)), put(7, nibble<28>(block, values));
+      }
+    }
+  }
+}
+
+// Panels `panel` to `last`, columns `first` to `end` of a matrix. Rows or, if the part is transposed,
+// columns are `stride` numbers apart.
+struct Part {
+  int64_t panel, last, first, end, stride;
+  int32_t is_half, is_transposed;
+};
+
+// Transposed: (columns, rows of the panels). Neighboring panels fill a cache line, so all panels of
+// a tile's columns come before the next tile.
+template <typename E>
+static void unpack_transposed(const Product& w, const Part& p, E* out) {
+  const int64_t tiles = (p.end - p.first + TILE - 1) / TILE;
+#pragma omp parallel for num_threads(w.threads) schedule(static) if (w.threads > 1)
+  for (int64_t t = 0; t < tiles; t++) {
+    const int64_t first = p.first + t * TILE, end = std::min(first + TILE, p.end);
+    E* to = out + (first - p.first) * p.stride;
+    for (int64_t panel = p.panel; panel < p.last; panel++, to += PANEL)
+      unpack_tile(w, panel, first, end, to, p.stride);
+  }
+}
+
+// The words of 16 rows: a column as fp32, or two adjacent columns as bf16.
+static inline Words words_of(const float* tile, int i) {
+  Words words;
+  memcpy(&words, tile + i * PANEL, sizeof(words));
+  return words;
+}
+static inline Words words_of(const Bf16* tile, int i) {
+  Halves low, high;
+  memcpy(&low, tile + 2 * i * PANEL, sizeof(low));
+  memcpy(&high, tile + (2 * i + 1) * PANEL, sizeof(high));
+  return __builtin_convertvector(low, Words) | __builtin_convertvector(high, Words) << 16;
+}
+
+// (rows, columns).
+template <typename E>
+static void unpack_rows(const Product& w, const Part& p, E* out) {
+  const int64_t columns = 64 / sizeof(E);  // of a row's part that is written at once
+#pragma omp parallel for num_threads(w.threads) schedule(static) if (w.threads > 1)
+  for (int64_t panel = p.panel; panel < p.last; panel++) {
+    alignas(64) E tile[TILE * PANEL];
+    const int64_t row = panel * PANEL, rows = std::min<int64_t>(PANEL, w.rows - row);
+    for (int64_t first = p.first; first < p.end; first += columns) {
+      const int64_t end = std::min(first + columns, p.end);
+      unpack_tile(w, panel, first, end, tile, PANEL);
+      Words block[PANEL];
+      for (int i = 0; i < PANEL; i++) block[i] = words_of(tile, i);
+      transpose(block);
+      E* to = out + (row - p.panel * PANEL) * p.stride + first - p.first;
+      for (int64_t r = 0; r < rows; r++, to += p.stride) {
+        if (end - first == columns) memcpy(to, block + r, 64);
+        else memcpy(to, block + r, (end - first) * sizeof(E));
+      }
+    }
+  }
+}
+
+// Dequantize a part of a matrix to fp32 or bf16; of `product` only the weights, sizes, threads and
+// `out` are used.
+extern "C" void unpack_part(const Product* product, const Part* part) {
+  const Product w = *product;
+  const Part p = *part;
+  if (p.is_half && p.is_transposed) unpack_transposed(w, p, (Bf16*)w.out);
+  else if (p.is_transposed) unpack_transposed(w, p, w.out);
+  else if (p.is_half) unpack_rows(w, p, (Bf16*)w.out);
+  else unpack_rows(w, p, w.out);
+}
+
+// Dequantize the rows with the given indices; returns false if an index is out of range.
+extern "C" bool pick_rows(const Product* product, const int64_t* rows, int64_t count) {
+  const Product w = *product;
+  for (int64_t i = 0; i < count; i++)
+    if (rows[i] < 0 || rows[i] >= w.rows) return false;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t panel = rows[i] / PANEL, r = rows[i] % PANEL;
+    for (int64_t g = 0; g < w.columns / w.group; g++)
+      unpack_group(w, panel, g, r, scales_of(w, panel, g), w.out + i * w.columns + g * w.group);
+  }
+  return true;
+}
