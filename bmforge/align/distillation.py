@@ -150,9 +150,6 @@ class DistillationObjective:
             student, teacher.ids, temperature=self._temperature, vocab=vocab
         )
         targets = torch.cat((teacher.log_probs, teacher.rest[:, None]), 1).to(own.dtype)
-        # Without other tokens, both log-probabilities are -inf, and the difference would be NaN.
-        is_empty = (own == -torch.inf) & (targets == -torch.inf)
-        own, targets = (logs.masked_fill(is_empty, 0) for logs in (own, targets))
         reverse = generalized_jsd(own, targets, 1.0).detach()
         return torch.stack((generalized_jsd(own, targets, self._beta), reverse))
 

@@ -24,6 +24,7 @@ __all__ = [
     "PairScores",
     "kto_loss",
     "log1mexp",
+    "log_ratio",
     "odds_ratio",
     "preference_loss",
     "reward_loss",
@@ -32,6 +33,16 @@ __all__ = [
 # log1p(-exp(a)) is accurate below this value, log(-expm1(a)) above it. Source: Maechler,
 # "Accurately computing log(1 - exp(-|a|))" (2012).
 _LOG_HALF = -0.6931471805599453
+
+
+def log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return log(p / q) from the logarithms of two probabilities, where 0 / 0 is 1.
+
+    Both are -inf if both models exclude a token of an answer, for example padding of the vocabulary
+    with logits of -inf. Then the ratio, like 0 log(0 / 0) in a KL divergence, adds nothing to the
+    loss and has no gradient. If only one of them is -inf, the result is infinite.
+    """
+    return (log_p - log_q).masked_fill((log_p == -torch.inf) & (log_q == -torch.inf), 0)
 
 
 class PairScores(NamedTuple):
@@ -56,7 +67,8 @@ class PairScores(NamedTuple):
 
     def ratios(self) -> tuple[Tensor, Tensor]:
         """Return the log-ratio of policy and reference for both answers."""
-        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
+        chosen = log_ratio(self.chosen, self.reference_chosen)
+        return chosen, log_ratio(self.rejected, self.reference_rejected)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the mean log-probability per token of both answers under the policy."""
@@ -115,7 +127,7 @@ def _dpo(scores: PairScores, options: MethodOptions) -> Tensor:
     conservative DPO.
     """
     chosen, rejected = scores.ratios()
-    return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
+    return _smoothed(options.beta * log_ratio(chosen, rejected), options.label_smoothing)
 
 
 def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
@@ -126,20 +138,20 @@ def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
 def _robust(scores: PairScores, options: MethodOptions) -> Tensor:
     """Robust DPO loss: [-(1 - e) log s(beta d) + e log s(-beta d)] / (1 - 2 e); see `_dpo`."""
     chosen, rejected = scores.ratios()
-    margin, smoothing = options.beta * (chosen - rejected), options.label_smoothing
-    loss = smoothing * F.logsigmoid(-margin) - (1 - smoothing) * F.logsigmoid(margin)
-    return loss / (1 - 2 * smoothing)
+    margin, smoothing = options.beta * log_ratio(chosen, rejected), options.label_smoothing
+    # The same sum as in conservative DPO, with the smoothing -e / (1 - 2 e).
+    return _smoothed(margin, -smoothing / (1 - 2 * smoothing))
 
 
 def _hinge(scores: PairScores, options: MethodOptions) -> Tensor:
     """Hinge loss: max(0, 1 - beta d), where d is the difference of the log-ratios (see `_dpo`)."""
     chosen, rejected = scores.ratios()
-    return torch.relu(1 - options.beta * (chosen - rejected))
+    return torch.relu(1 - options.beta * log_ratio(chosen, rejected))
 
 
 def _normalized_margin(scores: PairScores) -> Tensor:
     chosen, rejected = scores.ratios()
-    return chosen / scores.chosen_length - rejected / scores.rejected_length
+    return log_ratio(chosen / scores.chosen_length, rejected / scores.rejected_length)
 
 
 def _ipo(scores: PairScores, options: MethodOptions) -> Tensor:
@@ -158,13 +170,13 @@ def _simpo(scores: PairScores, options: MethodOptions) -> Tensor:
     S is an answer's summed log-probability and |y| its length in tokens.
     """
     chosen, rejected = scores.means()
-    margin = options.beta * (chosen - rejected) - options.simpo_gamma
+    margin = options.beta * log_ratio(chosen, rejected) - options.simpo_gamma
     return _smoothed(margin, options.label_smoothing)
 
 
 def _cpo(scores: PairScores, options: MethodOptions) -> Tensor:
     """CPO loss: -log sigmoid(beta (S_w - S_l)), where S is an answer's summed log-probability."""
-    margin = options.beta * (scores.chosen - scores.rejected)
+    margin = options.beta * log_ratio(scores.chosen, scores.rejected)
     return _smoothed(margin, options.label_smoothing)
 
 
@@ -176,11 +188,15 @@ def _orpo(scores: PairScores, options: MethodOptions) -> Tensor:
 def odds_ratio(scores: PairScores) -> Tensor:
     """Return ORPO's log odds ratio of the two answers' mean probabilities per token."""
     chosen, rejected = scores.means()
-    return (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
+    return log_ratio(chosen, rejected) - (log1mexp(chosen) - log1mexp(rejected))
 
 
 def log1mexp(a: Tensor) -> Tensor:
-    """Return log(1 - exp(a)) for a < 0, accurate near 0 and far from it."""
+    """Return log(1 - exp(a)) for a <= 0, accurate near 0 and far from it.
+
+    For a = 0, a probability that rounds to 1, the result is finite and without gradient.
+    """
+    a = a.clamp(max=-torch.finfo(a.dtype).tiny)
     near = a > _LOG_HALF
     # `where` evaluates both branches, so the unused one gets an input with a finite gradient.
     close = torch.log(-torch.expm1(a.where(near, _LOG_HALF)))

@@ -14,6 +14,7 @@ from bmforge.align.losses import (
     MethodOptions,
     PairScores,
     kto_loss,
+    log_ratio,
     odds_ratio,
     preference_loss,
 )
@@ -148,7 +149,7 @@ class PairObjective:
             "rewards/chosen": _mean(good, is_real),
             "rewards/rejected": _mean(bad, is_real),
             "rewards/accuracies": _mean((good > bad).to(good.dtype), is_real),
-            "rewards/margins": _mean(good - bad, is_real),
+            "rewards/margins": _mean(log_ratio(good, bad), is_real),
             "logps/chosen": _mean(pairs.chosen, is_real),
             "logps/rejected": _mean(pairs.rejected, is_real),
         }
@@ -180,7 +181,7 @@ class UnpairedObjective:
 
     def count(self, batch: Batch) -> int:
         """Return the number of answers in a batch."""
-        return int(pairs_of(batch).sum())
+        return int(_answers_of(batch).sum())
 
     def prepare(self, model: nn.Module, micro_batches: Sequence[Batch]) -> Sequence[Batch]:
         """Add reference log-probabilities and statistics of the whole step to the micro-batches.
@@ -195,8 +196,8 @@ class UnpairedObjective:
         for batch in micro_batches:
             batch = _with_reference(self._reference, model, batch)
             other = {name: batch[name][1::2] for name in ("input_ids", "labels", _REFERENCE)}
-            ratio = score_rows(model, other).double() - other[_REFERENCE].double()
-            is_real = pairs_of(batch)
+            ratio = log_ratio(score_rows(model, other).double(), other[_REFERENCE].double())
+            is_real = _answers_of(batch)
             counts = is_real.sum().double(), (is_real & batch["is_good"].bool()).sum().double()
             sums += torch.stack((ratio.where(is_real, 0).sum(), *counts))
             added.append(batch)
@@ -209,13 +210,13 @@ class UnpairedObjective:
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of answers, and its metrics."""
-        labels, is_real = batch["labels"][::2], pairs_of(batch)
+        labels, is_real = batch["labels"][::2], _answers_of(batch)
         ids = batch["input_ids"][::2]
         scores = score_tokens(model, {"input_ids": ids}, labels, with_entropy=True)
         if scores is None:
             return None
         logps = scores.logprobs.sum(1)
-        ratio = logps - batch[_REFERENCE][::2].to(logps.dtype)
+        ratio = log_ratio(logps, batch[_REFERENCE][::2].to(logps.dtype))
         is_good, kl = batch["is_good"].bool(), batch[_KL].to(logps.dtype)
         loss = kto_loss(ratio, is_good, kl, self._options)
         reward = self._options.beta * ratio.detach()
@@ -235,6 +236,11 @@ def _with_reference(reference: Reference | None, model: nn.Module, batch: Batch)
         return batch
     assert reference is not None
     return {**batch, _REFERENCE: reference(model, batch)}
+
+
+def _answers_of(batch: Batch) -> Tensor:
+    """Return a mask (B,) of the rated answers, in rows 2i, that have labels; others are padding."""
+    return (batch["labels"][::2] != IGNORE_INDEX).any(1)
 
 
 def _has_score(labels: Tensor) -> Tensor:

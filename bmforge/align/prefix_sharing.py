@@ -122,9 +122,12 @@ def sum_answers(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def pairs_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a mask (B,) of the pairs that have labels; pairs without labels are padding."""
+    """Return a mask (B,) of the pairs that have labels; pairs without labels are padding.
+
+    An answer without labels in a pair with labels is the empty text, with log-probability 0.
+    """
     has_labels = (batch["labels"] != IGNORE_INDEX).any(1)
-    return has_labels if is_shared(batch) else has_labels[::2]
+    return has_labels if is_shared(batch) else has_labels[::2] | has_labels[1::2]
 
 
 def chosen_rows(values: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

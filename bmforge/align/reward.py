@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.align.losses import reward_loss
+from bmforge.align.prefix_sharing import pairs_of
 from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.device import accumulation_dtype
 from bmforge.train import LossAndMetrics
@@ -44,7 +45,7 @@ class RewardObjective:
 
     def count(self, batch: Batch) -> int:
         """Return the number of pairs in a batch."""
-        return int((batch["labels"][::2] != IGNORE_INDEX).any(1).sum())
+        return int(pairs_of(batch).sum())
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of pairs, and its metrics."""
@@ -52,7 +53,7 @@ class RewardObjective:
         if logits is None:  # an earlier stage of a pipeline
             return None
         rewards = logits[:, 0].to(accumulation_dtype(logits.dtype))
-        is_real = (batch["labels"][::2] != IGNORE_INDEX).any(1)
+        is_real = pairs_of(batch)
         chosen, rejected = rewards[::2], rewards[1::2]
         loss = reward_loss(
             chosen, rejected, batch["margin"].to(rewards.dtype), self._center_coefficient

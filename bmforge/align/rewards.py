@@ -332,7 +332,7 @@ def _read_reward(value: Any) -> float | None:
     """Convert a reward to a finite number; None for any other value."""
     try:
         number = None if value is None or isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except Exception:  # a huge integer, or any error of an object's conversion
         return None
     return number if number is not None and math.isfinite(number) else None
 

@@ -26,6 +26,8 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     With M = beta * teacher + (1 - beta) * student, the divergence is beta KL(teacher || M) + (1 -
     beta) KL(student || M). For beta = 0 the function returns KL(teacher || student), and for beta =
     1 KL(student || teacher); up to a constant factor, these are the limits of the divergence.
+    Log-probabilities may be -inf. An outcome that one distribution excludes adds 0 to this
+    distribution's term; the divergence is infinite if p is above 0 and q is 0 in a term KL(p || q).
 
     Args:
         student: log-probabilities of the student.
@@ -38,14 +40,25 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     Source: Agarwal et al., "On-policy distillation of language models" (arXiv 2306.13649).
     """
     if beta == 0:
-        return (teacher.exp() * (teacher - student)).sum(-1)
+        return _kl_divergence(teacher, student)
     if beta == 1:
-        return (student.exp() * (student - teacher)).sum(-1)
+        return _kl_divergence(student, teacher)
     weights = student.new_tensor([beta, 1 - beta]).log()
-    mixture = torch.logaddexp(teacher + weights[0], student + weights[1])
-    from_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
-    from_student = (student.exp() * (student - mixture)).sum(-1)
+    # The gradient of logaddexp(-inf, -inf) is NaN, so an outcome that both exclude gets a finite
+    # value, whose probability is 0 too.
+    least = torch.finfo(student.dtype).min / 4
+    mixture = torch.logaddexp(
+        teacher.clamp(min=least) + weights[0], student.clamp(min=least) + weights[1]
+    )
+    from_teacher, from_student = (_kl_divergence(logs, mixture) for logs in (teacher, student))
     return beta * from_teacher + (1 - beta) * from_student
+
+
+def _kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p || q) over the last dim; terms with p = 0 are 0, and so are their gradients."""
+    p = log_p.exp()
+    # Masking the gap, not the product, keeps NaN out of the gradients too.
+    return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(-1)
 
 
 def linear_jsd(

@@ -73,7 +73,12 @@ def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Til
 
 
 def split_chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each chunk of `count` items; one empty chunk if `count` is 0."""
+    """Yield start and length of each chunk of `count` items; one empty chunk if `count` is 0.
+
+    With `size` 0 there are no chunks: the columns of a rank whose shard of the vocabulary is empty.
+    """
+    if size == 0:
+        return
     for start in range(0, max(1, count), size):
         yield start, min(size, count - start)
 

@@ -113,7 +113,9 @@ class TiledHead:
     def finish_tokens_(self, tokens: slice) -> None:
         """Convert the summed gradients of these tokens to their final dtype; reset the sums."""
         for number, (total, gradient) in enumerate(zip(self._sums, self._of_states, strict=True)):
-            if total is not None and gradient is not None and total.dtype != gradient.dtype:
+            if gradient is not None and total is None:
+                gradient[tokens] = 0  # no tile: this rank's shard of the vocabulary is empty
+            elif gradient is not None and total is not None and total.dtype != gradient.dtype:
                 gradient[tokens] = total
             self._sums[number] = None
 
@@ -152,7 +154,8 @@ class TiledLogits:
         self._head, self._tiling, self._softcap = head, tiling, softcap
         # Derivative of the cap in the last tile.
         self._slope: Tensor | None = None
-        count = -(-weight.shape[0] // tiling.columns) if tiling.keeps else 1
+        # A rank whose shard of the vocabulary is empty has no tiles.
+        count = -(-weight.shape[0] // max(1, tiling.columns)) if tiling.keeps else 1
         size = tiling.tokens * tiling.columns
         is_narrow = hidden.dtype != head.wide
         # 16-bit logits are kept instead of their wide exponentials: 72 MiB less, for one more

@@ -34,6 +34,7 @@ COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 20, "num_layers": 
 PAIRS = [name for name, method in PREFERENCES.items() if method.loss is not None]
 NAMES = [*PAIRS, "kto", "reward", *POLICIES, "value", "distill"]
 QUICK = ["kto", "ppo", "value"]
+LIMIT_S = 800.0  # for busy machines
 
 
 def make_model(family: str, name: str) -> Any:
@@ -101,15 +102,18 @@ class Steps:
 
     is_endless = True
 
-    def __init__(self, name: str, rank: int, world: int, micro: int) -> None:
+    def __init__(
+        self, name: str, rank: int, world: int, micro: int, make: Callable[..., Any] = make_items
+    ) -> None:
         self.name, self.rank, self.world, self.micro, self.step = name, rank, world, micro, 0
+        self.make = make
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         self.step += 1
-        batch, parts = make_items(self.name, self.step), []
+        batch, parts = self.make(self.name, self.step), []
         for first in range(self.rank * self.micro, ITEMS, self.micro * self.world):
             part = {}
             for key, value in batch.items():
@@ -126,9 +130,14 @@ class Steps:
 
 
 def train_all(
-    names: list[str], family: str, layout: Layout, micro: int
+    names: list[str],
+    family: str,
+    layout: Layout,
+    micro: int,
+    items: Callable[..., Any] = make_items,
+    steps: int = STEPS,
 ) -> dict[str, list[tuple[float, float]]]:
-    """Loss and gradient norm of every step of every objective."""
+    """Loss and gradient norm of every step of every objective; `items` makes the step's rows."""
     world = init_distributed()
     mesh = build_mesh(layout, world.device)
     loop = TrainConfig(
@@ -147,18 +156,19 @@ def train_all(
             return model
 
         model, rows = make(1), results.setdefault(name, [])
-        loader = Steps(name, data_parallel_rank(mesh), data_parallel_size(mesh), micro)
+        loader = Steps(name, data_parallel_rank(mesh), data_parallel_size(mesh), micro, items)
         objective = make_objective(name, lambda make=make: make(2).eval().requires_grad_(False))
         trainer = Trainer(model, loader, loop, mesh=mesh, objective=objective)
-        for _ in range(STEPS):
+        for _ in range(steps):
             row, _ = trainer.train_step()
             rows.append((row["loss"], row["grad_norm"]))
     return results
 
 
 def compare(names: list[str], family: str, world: int, layout: Layout, micro: int) -> None:
-    wanted = run_distributed(train_all, 1, names, family, Layout(), ITEMS)[0]
-    for found in run_distributed(train_all, world, names, family, layout, micro):
+    limit = {"timeout_s": LIMIT_S}
+    wanted = run_distributed(train_all, 1, names, family, Layout(), ITEMS, **limit)[0]
+    for found in run_distributed(train_all, world, names, family, layout, micro, **limit):
         for name in names:
             assert len(found[name]) == STEPS
             assert wanted[name][0] != wanted[name][-1]
@@ -178,7 +188,7 @@ def test_some_objectives(world: int, layout: Layout, micro: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("family", "world", "layout", "micro"),
     [

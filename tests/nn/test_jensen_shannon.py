@@ -57,6 +57,74 @@ def test_divergence_and_gradient_are_torchs(
     assert teacher.weight.grad is None
 
 
+def _plain_divergence(student: list, teacher: list, beta: float) -> torch.Tensor:
+    """The divergence of two lists of logits, whose None entries are excluded outcomes."""
+
+    def probabilities(logits: list) -> list:
+        total = sum(z.exp() for z in logits if z is not None)
+        return [None if z is None else z.exp() / total for z in logits]
+
+    def kl(p: list, q: list) -> torch.Tensor:
+        pairs = [(a, b) for a, b in zip(p, q, strict=True) if a is not None]
+        return sum(a * (a.log() - b.log()) for a, b in pairs)
+
+    p, q = probabilities(student), probabilities(teacher)
+    if beta in (0, 1):
+        return kl(q, p) if beta == 0 else kl(p, q)
+    zero = torch.zeros((), dtype=torch.float64)
+    mixture = [
+        beta * (zero if b is None else b) + (1 - beta) * (zero if a is None else a)
+        for a, b in zip(p, q, strict=True)
+    ]
+    return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+
+
+@pytest.mark.parametrize(
+    ("beta", "of_student", "of_teacher"),
+    [
+        (0.0, (2, 5), (2, 5)),
+        (0.0, (2,), (2, 5)),
+        (0.3, (2, 5), (2, 5)),
+        (0.3, (2,), (5,)),
+        (0.5, (), (2, 5)),
+        (1.0, (2, 5), (2, 5)),
+        (1.0, (2, 5), (5,)),
+    ],
+)
+def test_excluded_tokens(
+    beta: float, of_student: tuple[int, ...], of_teacher: tuple[int, ...]
+) -> None:
+    """Logits of -inf in one or both models: values and gradients of a plain loop over tokens."""
+    student, teacher = _head(0, 4), _head(1, 6)
+    for head, excluded in ((student, of_student), (teacher, of_teacher)):
+        with torch.no_grad():
+            head.bias[list(excluded)] = -torch.inf
+    tensors = [student.hidden, student.weight, student.bias, *student.added[0]]
+    found = linear_jsd(student, teacher, beta)[0]
+    wanted = torch.stack(
+        [
+            _plain_divergence(
+                [None if n in of_student else z for n, z in enumerate(own)],
+                [None if n in of_teacher else z for n, z in enumerate(other)],
+                beta,
+            )
+            for own, other in zip(_logits(student), _logits(teacher).detach(), strict=True)
+        ]
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    grads = torch.autograd.grad(found.sum(), tensors)
+    expected = torch.autograd.grad(wanted.sum(), tensors)
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_token_that_only_the_teacher_excludes_has_an_infinite_reverse_divergence() -> None:
+    student, teacher = _head(0, 4), _head(1, 6)
+    with torch.no_grad():
+        teacher.bias[3] = -torch.inf
+    assert (linear_jsd(student, teacher, 1.0)[0] == torch.inf).all()
+
+
 def test_vocabularies_of_other_sizes_are_refused() -> None:
     with pytest.raises(ShapeError, match="vocab_size=11 and 12"):
         linear_jsd(_head(0, 4), _head(1, 4, vocab=12), 1.0)

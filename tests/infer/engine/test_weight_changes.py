@@ -5,6 +5,7 @@ The reference is a fresh engine over the changed model.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,60 @@ def _swap_neurons(model: Llama) -> None:
     weight[[0, 1]] = weight[[1, 0]]
 
 
+@torch.no_grad()
+def _copy(model: Llama) -> None:
+    weight = model.layers["0"].attn.q_proj.weight
+    weight.copy_(weight * 0.5)
+
+
+def _data_copy(model: Llama) -> None:
+    weight = model.layers["1"].attn.k_proj.weight
+    weight.data.copy_(weight.data.roll(1, 0))
+
+
+def _new_data(model: Llama) -> None:
+    weight = model.layers["0"].attn.k_proj.weight
+    weight.data = weight.data * -1
+
+
+def _new_parameter(model: Llama) -> None:
+    model.layers["1"].attn.o_proj.weight = nn.Parameter(torch.ones(32, 32) / 8)
+
+
+def _load(model: Llama, assign: bool = False) -> None:
+    state = {name: tensor * 1.25 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+
+
+@torch.no_grad()
+def _foreach(model: Llama) -> None:
+    torch._foreach_mul_(list(model.parameters()), 0.75)
+
+
+@torch.no_grad()
+def _foreach_copy(model: Llama) -> None:
+    weights = [p.data for p in model.parameters()]
+    torch._foreach_copy_(weights, [w * 1.5 for w in weights])
+
+
+def _vector(model: Llama) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+
+def _pointer(model: Llama) -> None:
+    """A write by C code, which torch cannot see."""
+    weight = model.layers["0"].attn.v_proj.weight
+    values = (ctypes.c_float * 40).from_address(weight.data_ptr())
+    for n in range(40):
+        values[n] += 1.0
+
+
+@torch.no_grad()
+def _initialize(model: Llama) -> None:
+    nn.init.normal_(model.layers["0"].mlp.gate_proj.weight, std=0.2)
+
+
 WRITERS: dict[str, Callable[[Llama], None]] = {
     "adamw": _train(lambda p: torch.optim.AdamW(p, lr=0.02)),
     "adamw, fused": _train(lambda p: torch.optim.AdamW(p, lr=0.02, fused=True)),
@@ -80,6 +135,17 @@ WRITERS: dict[str, Callable[[Llama], None]] = {
     "numpy": _numpy,
     "one element of a frozen tensor": _one_element,
     "exchanged neurons": _swap_neurons,
+    "copy": _copy,
+    "copy to data": _data_copy,
+    "new data": _new_data,
+    "new parameter": _new_parameter,
+    "load_state_dict": _load,
+    "load_state_dict, assigned": lambda model: _load(model, assign=True),
+    "foreach": _foreach,
+    "foreach copy": _foreach_copy,
+    "vector_to_parameters": _vector,
+    "C code": _pointer,
+    "initialization": _initialize,
 }
 
 
