@@ -76,7 +76,7 @@ class DistillationObjective:
         rollout_metrics: Any = ((), dict),
         top_k: int = 0,
     ) -> None:
-        self._teacher, self._beta, self._temperature = teacher, beta, temperature
+        self.teacher, self._beta, self._temperature = teacher, beta, temperature
         self._top_k = top_k
         names, self._rollout_metrics = rollout_metrics
         self.metrics: dict[str, MetricKind] = dict.fromkeys((*names, "kl"), "mean")
@@ -86,7 +86,7 @@ class DistillationObjective:
         if not self._top_k:
             return micro_batches
         prepared = [{**batch, **self._predict(batch)} for batch in micro_batches]
-        reshard_(self._teacher)  # without a backward pass, gathered weights are not freed
+        reshard_(self.teacher)  # without a backward pass, gathered weights are not freed
         return prepared
 
     def _predict(self, batch: Batch) -> dict[str, Tensor]:
@@ -108,9 +108,9 @@ class DistillationObjective:
             results.append(read(head.select(targets != IGNORE_INDEX), vocab))
             return targets.new_zeros((1, len(targets)), dtype=torch.float32)
 
-        with torch.no_grad(), evaluating(self._teacher):
+        with torch.no_grad(), evaluating(self.teacher):
             inputs, labels = _inputs_of(batch), batch["labels"]
-            self._teacher(**inputs, labels=labels, num_items_in_batch=measure)
+            self.teacher(**inputs, labels=labels, num_items_in_batch=measure)
         return results
 
     def __call__(self, model: Any, batch: Batch, num_items: float) -> LossAndMetrics | None:

@@ -76,7 +76,7 @@ class PairObjective:
         nll_on_prompt: bool = False,
     ) -> None:
         self._method, self._options = method, options
-        self._reference, self._nll_on_prompt = reference, nll_on_prompt
+        self.reference, self._nll_on_prompt = reference, nll_on_prompt
         self.metrics: Mapping[str, MetricKind] = {**_REWARDS, **_SHARED}
         if options.nll_weight:
             self.metrics = {**self.metrics, "nll_loss": "mean"}
@@ -95,7 +95,7 @@ class PairObjective:
         """Add the reference model's log-probabilities to the micro-batches."""
         if not self._compares:
             return micro_batches
-        return [_with_reference(self._reference, model, batch) for batch in micro_batches]
+        return [_with_reference(self.reference, model, batch) for batch in micro_batches]
 
     def __call__(self, model: nn.Module, batch: Batch, num_items: float) -> LossAndMetrics | None:
         """Return the loss of a micro-batch divided by the number of pairs, and its metrics."""
@@ -175,7 +175,7 @@ class UnpairedObjective:
     """
 
     def __init__(self, options: MethodOptions, reference: Reference | None = None) -> None:
-        self._options, self._reference = options, reference
+        self._options, self.reference = options, reference
         rewards = {name: kind for name, kind in _REWARDS.items() if "accuracies" not in name}
         self.metrics: Mapping[str, MetricKind] = {**rewards, "kl": "mean", **_SHARED}
 
@@ -194,7 +194,7 @@ class UnpairedObjective:
         mesh, added = mesh_of(model), []
         sums = torch.zeros(3, dtype=torch.float64, device=micro_batches[0]["labels"].device)
         for batch in micro_batches:
-            batch = _with_reference(self._reference, model, batch)
+            batch = _with_reference(self.reference, model, batch)
             other = {name: batch[name][1::2] for name in ("input_ids", "labels", _REFERENCE)}
             ratio = log_ratio(score_rows(model, other).double(), other[_REFERENCE].double())
             is_real = _answers_of(batch)

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from bmforge.device import default_device
 from bmforge.errors import ConfigError
-from bmforge.parallel import World
+from bmforge.parallel import launched_processes
 from bmforge.parallel.planner.dry_run import DryRun, dry_run
-from bmforge.recipes.adapters import attach_adapter, resolve_adapter
-from bmforge.recipes.base_weights import (
-    check_base_dtype,
-    quantize_base_,
-    quantizes_base_on_load,
-    store_frozen_,
-)
-from bmforge.recipes.micro_batches import resolve_batch
-from bmforge.recipes.preferences import read_pairs, train_preferences
+from bmforge.recipes.build import describe_model
 from bmforge.recipes.registry import Recipe
 from bmforge.recipes.resident_models import list_resident_models
-from bmforge.recipes.reward import RewardConfig, open_reward_data, train_reward, with_reward_head
-from bmforge.recipes.sft import open_conversations, train_sft
-from bmforge.recipes.start import family_of, with_changes
+from bmforge.recipes.run import check_recipe
 
-__all__ = ["check_data", "launched_processes", "parse_world", "show_dry_run"]
-
-# Functions (config, ranks) that read and encode all data of a run, without its model.
-_READERS: dict[Callable[[Any], Any], Callable[[Any, World], object]] = {
-    train_sft: open_conversations,
-    train_preferences: read_pairs,
-    train_reward: open_reward_data,
-}
+__all__ = ["parse_world", "show_dry_run"]
 
 
 def parse_world(text: str | None) -> int:
@@ -51,61 +31,30 @@ def parse_world(text: str | None) -> int:
     return int(text)
 
 
-def launched_processes() -> int:
-    """Return the number of processes that the launcher started; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def show_dry_run(recipe: Recipe, config: Any, processes: int) -> str:
+    """Check a run as its start does, and describe its layout.
 
-
-def check_data(recipe: Recipe, config: Any, world_size: int) -> None:
-    """Read and encode the data of a run as the run does, which logs its size.
-
-    Tasks other than conversations, preferences and reward are not checked.
+    Args:
+        recipe: the recipe.
+        config: config of the run; without data.paths, its data is not checked.
+        processes: number of processes.
 
     Raises:
         BmforgeError: as at the start of the run.
     """
-    read = _READERS.get(recipe.run)
-    if read is None or not config.data.paths:
-        return
-    if isinstance(config, RewardConfig):
-        config = with_reward_head(config)
-    config = dataclasses.replace(config, data=resolve_batch(config, world_size))
-    ranks = World(0, config.layout.row_groups(world_size), default_device())
-    read(resolve_adapter(config), ranks)
-
-
-def show_dry_run(config: Any, world_size: int) -> str:
-    """Build the layout of a recipe's config for `world_size` processes and describe it.
-
-    Raises:
-        ConfigError: the layout is invalid; the message lists all problems.
-    """
-    # If the layout has problems, all of them are reported together below.
-    if not config.layout.problems(world_size):
-        resolve_batch(config, world_size)
-    if isinstance(config, RewardConfig):
-        config = with_reward_head(config)
-    family = family_of(config.model)
-    check_base_dtype(config)
-
-    def build() -> Any:
-        model = family.from_config(with_changes(config), device="meta")
-        if quantizes_base_on_load(config):
-            quantize_base_(model, config.base_dtype)
-        attach_adapter(model, config)
-        store_frozen_(model, config)
-        return model
-
+    checked = recipe.run(config, partial(check_recipe, processes=processes))
+    config, model = checked.config, checked.model
     result = dry_run(
-        build,
+        partial(describe_model, config),
         config.layout,
-        world_size,
+        processes,
         precision=config.train.precision,
+        master_weights=config.train.master_weights,
         recompute=config.recompute,
         prefetch=config.prefetch,
     )
-    described = _describe(family.__name__, result, world_size)
-    for resident in list_resident_models(config, build(), world_size):
+    described = _describe(type(model).__name__, result, processes)
+    for resident in list_resident_models(config, model, processes):
         size = resident.bytes_per_process(result.holders) / 2**30
         memory = "of host memory for" if resident.is_offloaded else "on"
         described += f"\n{resident.name:>10}: {size:.2f} GiB {memory} every process"

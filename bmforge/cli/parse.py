@@ -21,6 +21,7 @@ from tyro.constructors import (
 )
 
 from bmforge.cli.foreign_options import suggest_option
+from bmforge.cli.parse_errors import explain_box
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
@@ -44,7 +45,7 @@ _STATED_DEFAULT = re.compile(r"\s*\(if (?:None|empty): ((?:[^()]|\([^()]*\))+)\)
 def parse_options(
     kind: Any, arguments: Sequence[str], command: str, default: Any = None, about: str | None = None
 ) -> Any:
-    """Parse arguments into a dataclass; explain a wrong value and exit with status 2.
+    """Parse arguments into a dataclass; for --help, print the options and exit.
 
     Args:
         kind: dataclass of the options.
@@ -54,21 +55,27 @@ def parse_options(
         about: text above the options in the help (default: the dataclass's docstring).
 
     Raises:
-        ConfigError: an option is unknown.
+        ConfigError: an option is unknown or missing, or a value is wrong.
     """
     spelled = _spell_options(kind, arguments)
     _check_names(kind, spelled, command)
     shows_help = not {"-h", "--help"}.isdisjoint(spelled)
     registry = _stated_defaults() if shows_help else contextlib.nullcontext()
-    with _silence_other_processes(), registry:
-        return tyro.cli(
-            kind,
-            args=spelled,
-            prog=f"bmforge {command}",
-            description=about,
-            default=default if default is not None else tyro.MISSING_NONPROP,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
-        )
+    box = io.StringIO()
+    try:
+        with _silence_other_processes(), registry, contextlib.redirect_stderr(box):
+            return tyro.cli(
+                kind,
+                args=spelled,
+                prog=f"bmforge {command}",
+                description=about,
+                default=default if default is not None else tyro.MISSING_NONPROP,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ConfigError(explain_box(box.getvalue())) from None
 
 
 def split_default(text: str) -> tuple[str, str]:
@@ -131,15 +138,11 @@ def _check_names(kind: Any, arguments: Sequence[str], command: str) -> None:
 
 @contextlib.contextmanager
 def _silence_other_processes() -> Iterator[None]:
-    """Context manager that silences all but the first process of a machine.
-
-    All processes would print the same message.
-    """
+    """Context manager in which only the first process of a machine prints the help."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         yield
         return
-    unheard = io.StringIO()
-    with contextlib.redirect_stdout(unheard), contextlib.redirect_stderr(unheard):
+    with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -13,7 +13,8 @@ def run_prepare(command: PrepareCommand) -> None:
     """Tokenize text files for training, and train a tokenizer if none is given."""
     inputs = list(command.input) or None
     if command.dry_run:
-        for state in show_preparation(inputs, command.out, command.config):
+        states = show_preparation(inputs, command.out, command.config, overwrite=command.overwrite)
+        for state in states:
             get_logger().info("%s: %d of %d parts done", state.stage, state.done, state.parts)
         return
     report = prepare(inputs, command.out, command.config, overwrite=command.overwrite)

@@ -19,39 +19,89 @@ SHORT_NAMES = {
     "--seq-len": "--data.seq-len",
     "--precision": "--train.precision",
 }
-_COMMON = {
-    "--data PATH ...": "training data: files or directories",
-    "--run-dir DIR": "directory of the run; run the same command again to resume",
-    "--adapter KIND": "train an adapter, such as lora, instead of the whole model",
-    "--base-dtype TYPE": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
-    "--epochs N": "number of epochs (instead of --steps)",
-    "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
-    "--steps N": "total number of optimizer steps",
-    "--lr X": "peak learning rate",
-    "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
-    "--micro-batch-size N": "sequences per forward and backward pass of one process",
-    "--seq-len N": "maximum sequence length in tokens",
-    "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
-    "--recompute": "recompute activations in the backward pass: less memory, more time",
-    "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients and states), 3 (also parameters)",
-    "--layout.tp N": "tensor parallelism over N processes",
-    "--layout.pp N": "pipeline parallelism over N processes",
-}
-_SWITCHES = {
-    "--model NAME_OR_DIR": "directory or hub id; or preset or family for random initialization",
-    "--config FILE": "TOML file with config fields; options override them",
-    "--changes JSON": "changes to the model (adapters, pruning, ...), as JSON text or a JSON file",
-    "--layout auto": "let the planner choose the parallel layout",
-    "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
-    "--print-config": "print the whole config as TOML and exit",
-    "--dry-run --world N": "print the layout and memory for N processes, check the data, and exit",
-    "--profile": "profile steps 4 to 6 and write the traces to RUN_DIR/profile",
-}
+_CHAT_TASKS = ("conversations", "preferences", "reward", "rl", "distill")
 _ROLLOUT_TASKS = ("rl", "distill")
-# Options of a task that are not config fields.
-SWITCHES = [
-    word for row in (*_SWITCHES, "--help-all") for word in row.split() if word.startswith("--")
-]
+# Group -> its options; the option -> description.
+_GROUPS = {
+    "model and data": {
+        "--model NAME_OR_DIR": "directory or hub id; preset or family for random initialization",
+        "--data PATH ...": "training data: files or directories",
+        "--seq-len N": "maximum sequence length in tokens",
+        "--template FILE_OR_NAME": "chat template (default: the tokenizer's)",
+        "--data.validation PATH ...": "validation data, evaluated at the end",
+        "--data.validation-fraction X": "hold out this fraction of the data instead",
+    },
+    "training": {
+        "--epochs N": "number of epochs (instead of --steps)",
+        "--steps N": "total number of optimizer steps",
+        "--lr X": "peak learning rate",
+        "--train.schedule.kind NAME": "schedule: constant, linear, cosine, wsd, ...",
+        "--train.schedule.warmup-steps N": "warm-up steps of the learning rate",
+        "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
+        "--micro-batch-size N": "sequences per forward and backward pass of one process",
+        "--data.grad-accum-steps N": "gradient accumulation steps (instead of --batch-size)",
+    },
+    "rollouts": {
+        "--num-generations N": "answers per prompt",
+        "--max-completion-length N": "maximum length of an answer in tokens",
+        "--temperature X": "sampling temperature",
+    },
+    "adapter (default: the whole model is trained)": {
+        "--adapter KIND": "train an adapter, such as lora",
+        "--adapter.rank N": "rank of LoRA (default: 8)",
+        "--adapter.alpha X": "numerator of LoRA's scale, alpha / rank",
+        "--adapter.target-modules NAME ...": "layers with an adapter (default of lora: all-linear)",
+        "--base-dtype TYPE": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
+        "--adapter.merge": "export the merged model instead of the adapter",
+    },
+    "outputs": {
+        "--run-dir DIR": "directory of the run; run the same command again to resume",
+        "--train.eval-every-steps N": "also evaluate during training",
+        "--train.save-every-steps N": "save a checkpoint every N steps",
+        "--wandb-project NAME": "log to Weights & Biases",
+        "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
+    },
+    "memory and several GPUs (started with torchrun)": {
+        "--precision TYPE": "dtype of the computation: fp32, bf16 or fp16",
+        "--recompute": "recompute activations in the backward pass: less memory, more time",
+        "--layout auto": "let the planner choose the parallel layout",
+        "--layout.zero N": "ZeRO: 0 (off), 2 (shard gradients and states), 3 (also parameters)",
+        "--layout.tp N": "tensor parallelism over N processes",
+        "--layout.pp N": "pipeline parallelism over N processes",
+        "--ds-config FILE": "also read settings from a DeepSpeed configuration file",
+    },
+    "config, checks and profiles": {
+        "--config FILE": "TOML file with config fields; options override them",
+        "--changes JSON": "changes to the model (pruning, low rank, ...): JSON text or a JSON file",
+        "--print-config": "print the whole config as TOML and exit",
+        "--dry-run --world N": "make all checks of a run on N processes, print memory, and exit",
+        "--profile": "profile steps 4 to 6 and write the traces to RUN_DIR/profile",
+    },
+}
+# Options that only some tasks have.
+_ONLY = {
+    "--template": _CHAT_TASKS,
+    "--data.validation-fraction": ("conversations",),
+    **dict.fromkeys(
+        ("--num-generations", "--max-completion-length", "--temperature"), _ROLLOUT_TASKS
+    ),
+}
+# Options that some tasks lack; options that are not config fields.
+_LACKS = {
+    **dict.fromkeys(("--data.validation", "--train.eval-every-steps"), _ROLLOUT_TASKS),
+    "--seq-len": ("images",),
+}
+_NO_FIELDS = (
+    *("--model", "--config", "--changes", "--layout", "--ds-config"),
+    *("--print-config", "--dry-run", "--world", "--profile"),
+)
+_SWITCHES = {
+    option: about
+    for group in _GROUPS.values()
+    for option, about in group.items()
+    if option.split()[0] in _NO_FIELDS
+}
+SWITCHES = [*_NO_FIELDS, "--help-all"]
 
 
 def list_tasks() -> str:
@@ -71,20 +121,26 @@ def list_tasks() -> str:
 def describe_task(name: str) -> str:
     """Return the output of `bmforge train TASK --help`, with the most common options."""
     task = ALSO.get(name, name)
-    short_names = {
-        short: f"short for {full}"
-        for short, full in SHORT_NAMES.items()
-        if task in _ROLLOUT_TASKS or not full.startswith("--rollout.")
-    }
     about = TASK_NAMES.get(task) or OLD_NAMES.get(name) or f"fine-tune on {name}"
+    groups = [(title, _options_of(task, group)) for title, group in _GROUPS.items()]
+    text = "\n\n".join(f"{title}:\n{_rows(options)}" for title, options in groups if options)
     return (
-        f"usage: bmforge train {name} --model NAME_OR_DIR [OPTIONS]\n\n{about}\n\n"
-        f"{_rows(_COMMON)}\n\n{_rows(_SWITCHES)}\n\n"
-        f"short names of config fields:\n{_rows(short_names)}\n\n"
+        f"usage: bmforge train {name} --model NAME_OR_DIR --data PATH ... [OPTIONS]\n\n"
+        f"{about}\n\n{text}\n\n"
         "Enable a switch with --NAME and disable it with --no-NAME. Every field of the run's\n"
         "config and of the model's config is an option: --help-all lists all fields with their\n"
         "defaults, and --print-config prints their values in this run."
     )
+
+
+def _options_of(task: str, group: dict[str, str]) -> dict[str, str]:
+    """Return the options of a group that a task has."""
+    names = {option: option.split()[0] for option in group}
+    return {
+        option: group[option]
+        for option, name in names.items()
+        if task in _ONLY.get(name, (task,)) and task not in _LACKS.get(name, ())
+    }
 
 
 def describe_fields(about: str) -> str:
@@ -93,5 +149,5 @@ def describe_fields(about: str) -> str:
 
 
 def _rows(table: dict[str, str]) -> str:
-    width = max(22, *(len(name) + 2 for name in table))
+    width = max(35, *(len(name) + 2 for name in table))
     return "\n".join(f"  {name:<{width}}{about}" for name, about in table.items())

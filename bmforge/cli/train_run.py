@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bmforge.cli import parse
-from bmforge.cli.dry_run import check_data, launched_processes, parse_world, show_dry_run
+from bmforge.cli.dry_run import parse_world, show_dry_run
 from bmforge.cli.parse import take_option, take_switch
 from bmforge.cli.train_help import describe_fields
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml
 from bmforge.errors import ConfigError
-from bmforge.parallel.distributed import restarts_failed
+from bmforge.parallel.distributed import launched_processes, restarts_failed
 from bmforge.recipes import TASKS, find_recipe
 from bmforge.recipes.adapters import default_rate
 from bmforge.recipes.registry import Recipe, read_config, read_config_values
@@ -63,9 +63,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     if shows:
         print(dump_toml(config), end="")
     elif tries:
-        size = parse_world(world)
-        print(show_dry_run(config, size))
-        check_data(recipe, config, size)
+        print(show_dry_run(recipe, config, parse_world(world)))
     elif world is not None:
         raise ConfigError(
             f"--world {world} has no effect without --dry-run. Leave it out, and start several "

@@ -10,6 +10,8 @@ from bmforge.memory.offload import OffloadConfig
 from bmforge.parallel.distributed import (
     World,
     init_distributed,
+    joined_world,
+    launched_processes,
     run_everywhere,
     run_on_first,
     shutdown_distributed,
@@ -68,6 +70,8 @@ __all__ = [
     "find_device",
     "gradient_ranks",
     "init_distributed",
+    "joined_world",
+    "launched_processes",
     "is_half",
     "offloaded_gradient",
     "master_weight_problems",

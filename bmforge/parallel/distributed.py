@@ -21,6 +21,8 @@ from bmforge.errors import DistributedError
 __all__ = [
     "World",
     "init_distributed",
+    "joined_world",
+    "launched_processes",
     "leave_at_exit",
     "restarts_failed",
     "run_everywhere",
@@ -69,6 +71,22 @@ def init_distributed(*, device: torch.device | None = None, timeout_s: float = 6
         atexit.unregister(leave_at_exit)
         atexit.register(leave_at_exit)
     return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def launched_processes() -> int:
+    """Return the number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def joined_world(default: World) -> World:
+    """Return the global rank and the number of processes, without joining a process group.
+
+    Args:
+        default: device of this process; and its rank and size if it has joined no group.
+    """
+    if not dist.is_initialized():
+        return default
+    return World(dist.get_rank(), dist.get_world_size(), default.device)
 
 
 def _join(device: torch.device, timeout: timedelta) -> None:

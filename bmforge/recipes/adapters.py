@@ -13,6 +13,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.uncalled_modules import keep_called
 from bmforge.recipes.compression_phases import has_phase
 from bmforge.surgery import find_repeated_blocks
@@ -144,7 +145,7 @@ class AdapterConfig:
         """Return the keyword arguments for the adapter class."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in _RUN_FIELDS]
         values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        return {n: v for n, v in values.items() if v is not None and v is not False}
 
 
 def adapter_defaults(kind: str | None) -> dict[str, Any]:
@@ -205,6 +206,13 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if config.freeze_base:
         raise ConfigError("freeze_base=True has no effect with an adapter. Remove it.")
     kind, options = KINDS[chosen.kind], chosen.options()
+    known = {*PART_KINDS[kind.kind].options.__dataclass_fields__, *kind.peft_options}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"adapter.{name}={options[name]!r} has no effect with "
+                f"adapter.kind={chosen.kind!r}. Leave it out."
+            )
     saved_modules = list(chosen.modules_to_save)
     if config.new_head:
         owners = (n.rpartition(".")[0] for n in config.model.heads[config.model.head].names)

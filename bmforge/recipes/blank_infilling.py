@@ -23,9 +23,8 @@ from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.spans import count_spans, divide
-from bmforge.recipes.start import check_length
 from bmforge.tokenizers import GLMTokenizer
 
 __all__ = ["BlankConfig", "cut_blanks", "train_blanks"]
@@ -54,7 +53,7 @@ class BlankConfig(RunConfig):
     shortest: int = 10
 
 
-def train_blanks(config: Any) -> RunResult:
+def train_blanks(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on blank infilling.
 
     Args:
@@ -63,7 +62,17 @@ def train_blanks(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="language_model")
+    return launch(config, _open_data, _check, head="language_model")
+
+
+def _check(config: Any, processes: int) -> None:
+    if not 0 <= config.long_ratio <= 1 or not 0 < config.noise_density < 1:
+        raise ConfigError(
+            f"long_ratio={config.long_ratio} must be from 0 to 1, and "
+            f"noise_density={config.noise_density} above 0 and below 1."
+        )
+    if config.mean_span_length < 1:
+        raise ConfigError(f"mean_span_length={config.mean_span_length} must be at least 1.")
 
 
 def cut_blanks(
@@ -131,20 +140,7 @@ class _BlankExamples:
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    if not 0 <= config.long_ratio <= 1 or not 0 < config.noise_density < 1:
-        raise ConfigError(
-            f"long_ratio={config.long_ratio} must be from 0 to 1, and "
-            f"noise_density={config.noise_density} above 0 and below 1."
-        )
-    if config.mean_span_length < 1:
-        raise ConfigError(f"mean_span_length={config.mean_span_length} must be at least 1.")
-    check_length(config)
-    tokenizer = open_tokenizer(config, GLMTokenizer)
-    return _open_texts(config, tokenizer, rows)
-
-
-def _open_texts(config: Any, tokenizer: GLMTokenizer, rows: World) -> TrainingData:
-    model = config.model
+    tokenizer, model = open_tokenizer(config, GLMTokenizer), config.model
     ids = {"sop_token_id": tokenizer.role_id("sop"), "mask_token_id": tokenizer.role_id("mask")}
     wrong = [f"model.{n}={getattr(model, n)}" for n, id in ids.items() if getattr(model, n) != id]
     if wrong:

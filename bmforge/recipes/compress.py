@@ -20,7 +20,7 @@ from typing import Any, Literal
 from bmforge.compress import CompressConfig, CompressReport, compress
 from bmforge.compress.phases import Phase, PhaseSteps, split_phases
 from bmforge.compress.report import PhaseResults, measure_sizes
-from bmforge.config import config_from_dict, config_to_dict
+from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import return_freed_memory
 from bmforge.logging import get_logger
@@ -41,9 +41,9 @@ from bmforge.recipes.compress_checks import (
     estimate_phases,
     stored_dtype,
 )
-from bmforge.recipes.compression_phases import CalibrationConfig, PhaseConfig, read_calibration
+from bmforge.recipes.compress_runs import check_runs, check_task, settle_run
+from bmforge.recipes.compression_phases import CalibrationConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
-from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.run_dir import check_new_run, lock_run_dir, write_run_config
 from bmforge.recipes.speed import check_speed, with_speed
 from bmforge.settings import EvaluateConfig
@@ -161,11 +161,18 @@ def _phase_dir(config: CompressRunConfig, number: int, phase: Phase) -> Path:
     return config.out / _PHASES / f"{number}-{phase.name}"
 
 
-def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
-    """Run all checks that need no training; return the phases and the model's directory."""
+def _check(
+    config: CompressRunConfig, *, reads_data: bool = False
+) -> tuple[tuple[Phase, ...], Path]:
+    """Run all checks that need no training; return the phases and the model's directory.
+
+    Args:
+        config: the recipe.
+        reads_data: read the training data too, which a run does at the start of its first phase.
+    """
     check_new_run(config.out, "out")
     phases = split_phases(config.compress, config.steps)
-    _check_task(config, phases)
+    check_task(config, phases)
     # An adapter is merged into its base model, and the merged model has the same sizes as the base.
     source = find_source(config.model).model
     if config.compress.distill is not None:
@@ -178,6 +185,7 @@ def _check(config: CompressRunConfig) -> tuple[tuple[Phase, ...], Path]:
         check_compressible(source, phases)
     if any(phase.config.is_calibrated for phase in phases):  # too few texts, before any training
         read_calibration(describe_stored(source), source, config.calibration)
+    check_runs(config, phases, source, reads_data=reads_data)
     return phases, source
 
 
@@ -195,29 +203,6 @@ def _measures_quality(config: CompressRunConfig) -> bool:
 def _evaluate(config: CompressRunConfig, directory: Path) -> dict[str, float]:
     metrics = evaluate_model(str(directory), config.evaluate)
     return {f"{metric}, {what}": v for metric, part in metrics.items() for what, v in part.items()}
-
-
-def _check_task(config: CompressRunConfig, phases: tuple[Phase, ...]) -> None:
-    """Raise `ConfigError` for phases with steps but no task, or a task but no phase with steps."""
-    if not any(phase.steps for phase in phases):
-        for name in ("task", "run"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"{name} has no effect, because no phase has steps. Set steps.structure, "
-                    "steps.experts or steps.weights, or leave it out."
-                )
-        return
-    if not config.task:
-        raise ConfigError(
-            'phases with steps need a training task. Set task = "pretrain", and its fields under '
-            "[run]."
-        )
-    taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
-    if taken:
-        raise ConfigError(
-            f"run.{min(taken)} has no effect, because the recipe sets this field. Remove it."
-        )
-    find_recipe(config.task, str(find_source(config.model).model))
 
 
 def _read_done(directory: Path) -> PhaseResults | None:
@@ -244,7 +229,7 @@ def _train_phase(
 ) -> PhaseResults:
     """Run a phase by training on the task with the phase's methods attached to the model."""
     run_dir = phase_dir / "run"
-    recipe, settings = _resolve_phase(config, phase, source, run_dir)
+    recipe, settings = settle_run(config, phase, source, run_dir)
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
@@ -253,29 +238,6 @@ def _train_phase(
     stored = measure_sizes(describe_stored(run_dir / _EXPORT)).size_bytes
     sizes = dataclasses.replace(facts.sizes, size_bytes=stored)
     return dataclasses.replace(facts, sizes=sizes, directory=str(run_dir / _EXPORT))
-
-
-def _resolve_phase(
-    config: CompressRunConfig, phase: Phase, source: Path, run_dir: Path
-) -> tuple[Recipe, Any]:
-    """Return the task's recipe and the config of its run for a phase."""
-    # `source` is the model after the previous phase.
-    recipe = find_recipe(config.task, str(source))
-    settings_class = dataclasses.make_dataclass(
-        f"Small{recipe.config.__name__}",
-        [("compress", PhaseConfig, field(default_factory=PhaseConfig))],
-        bases=(recipe.config,),
-        kw_only=True,
-    )
-    settings_class.__doc__, settings_class.__module__ = recipe.config.__doc__, __name__
-    usual = config_to_dict(recipe.config())
-    usual.pop("model")  # the model's sizes are read from `init_from`
-    run_values = _merge(usual, {**config.run, "run_dir": str(run_dir), "init_from": str(source)})
-    run_values = _merge(run_values, {"train": {"steps": phase.steps}})
-    settings: Any = config_from_dict(settings_class, run_values, "run.")
-    settings.compress = PhaseConfig(config=phase.config, calibration=config.calibration)
-    settings.model_changes = ()
-    return recipe, settings
 
 
 def store_teacher_answers(config: CompressRunConfig, count: int) -> Path:
@@ -301,21 +263,12 @@ def store_teacher_answers(config: CompressRunConfig, count: int) -> Path:
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
-        recipe, settings = _resolve_phase(config, phase, source, Path(folder) / "run")
+        recipe, settings = settle_run(config, phase, source, Path(folder) / "run")
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)
     get_logger().info("stored the teacher's predictions in %s for [distill] answers", config.out)
     return config.out
-
-
-def _merge(usual: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return `usual`, a nested dict of default values, updated with `changes`."""
-    out = dict(usual)
-    for name, value in changes.items():
-        both = isinstance(value, dict) and isinstance(out.get(name), dict)
-        out[name] = _merge(out[name], value) if both else value
-    return out
 
 
 def _change_at_once(
@@ -389,7 +342,7 @@ def _in_format(config: CompressRunConfig, source: Path) -> Path:
 
 def describe_phases(config: CompressRunConfig) -> str:
     """Describe the phases, and the estimated model size after each, as text."""
-    phases, source = _check(config)
+    phases, source = _check(config, reads_data=True)
     lines = []
     for phase, sizes, note in estimate_phases(source, phases):
         trained = f"{phase.steps} steps" if phase.steps else "at once"

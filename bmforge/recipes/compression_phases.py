@@ -31,6 +31,7 @@ __all__ = [
     "PhaseConfig",
     "only_stores_answers",
     "attach_phase",
+    "check_phase",
     "finish_phase",
     "has_phase",
     "keep_answers",
@@ -144,6 +145,22 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
     phase: PhaseConfig | None = getattr(config, "compress", None)
     if phase is None:
         return None
+    if axis_size(mesh, *STAGE_AXES) > 1:
+        raise ConfigError(
+            "compression needs the whole model on each process, so it does not support "
+            "pipeline parallelism. Use layout.pp=1."
+        )
+    batches = None
+    if phase.config.is_calibrated:
+        batches = read_calibration(model, find_model(config.init_from), phase.calibration)
+    teacher = None if phase.config.distill is None else _open_teacher(model, config, mesh)
+    return compress(model, phase.config, teacher=teacher, batches=batches)
+
+
+def check_phase(config: Any) -> None:
+    """Raise `ConfigError` for options that conflict with a compression phase."""
+    if not has_phase(config):
+        return
     if config.adapter.kind is not None or config.freeze_base:
         raise ConfigError(
             "a compression phase trains the whole model, so adapter and freeze_base are not "
@@ -155,16 +172,6 @@ def attach_phase(model: Model, config: Any, mesh: DeviceMesh) -> Compression | N
             "cannot be the result. Leave train.load_best_model_at_end and "
             "train.early_stopping_patience out."
         )
-    if axis_size(mesh, *STAGE_AXES) > 1:
-        raise ConfigError(
-            "compression needs the whole model on each process, so it does not support "
-            "pipeline parallelism. Use layout.pp=1."
-        )
-    batches = None
-    if phase.config.is_calibrated:
-        batches = read_calibration(model, find_model(config.init_from), phase.calibration)
-    teacher = None if phase.config.distill is None else _open_teacher(model, config, mesh)
-    return compress(model, phase.config, teacher=teacher, batches=batches)
 
 
 def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | TeacherAnswers:

@@ -30,8 +30,7 @@ from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_examples
 from bmforge.recipes.inputs.skipped_data import log_skipped
 from bmforge.recipes.inputs.splitting import refuse_split
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length
+from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.surgery import evaluating
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
@@ -95,22 +94,26 @@ class STCConfig(CPM1TuneConfig):
     run_dir: Path = Path("runs/cpm1-stc")
 
 
-def tune_chid(config: Any) -> RunResult:
+def tune_chid(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on ChID; write the accuracy to `results.json`.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_chid, head="language_model")
+    return launch(config, _open_chid, _check, head="language_model")
 
 
-def tune_stc(config: Any) -> RunResult:
+def tune_stc(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on STC.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_stc, head="language_model")
+    return launch(config, _open_stc, _check, head="language_model")
+
+
+def _check(config: Any, processes: int) -> None:
+    refuse_split(config.data.split)
 
 
 class _Texts:
@@ -122,7 +125,6 @@ class _Texts:
     """
 
     def __init__(self, texts: Iterator[tuple[list[int], int]], config: Any) -> None:
-        check_length(config)
         width = config.data.seq_len
         encoded = list(texts)
         self._texts = [(ids, read) for ids, read in encoded if len(ids) <= width]
@@ -254,8 +256,6 @@ def _stc_texts(paths: Sequence[str], tokenizer: CPM1Tokenizer) -> Iterator[tuple
 
 
 def _open_chid(config: Any, rows: World) -> TrainingData:
-    config.data.check()
-    refuse_split(config.data.split)
     tokenizer = open_tokenizer(config, CPM1Tokenizer)
     numbers, data = _number_ids(tokenizer), config.data
     source = _Texts(_chid_texts(data.paths, tokenizer, numbers), config)
@@ -274,8 +274,6 @@ def _open_chid(config: Any, rows: World) -> TrainingData:
 
 
 def _open_stc(config: Any, rows: World) -> TrainingData:
-    config.data.check()
-    refuse_split(config.data.split)
     tokenizer, data = open_tokenizer(config, CPM1Tokenizer), config.data
     return open_examples(
         _Texts(_stc_texts(data.paths, tokenizer), config),

@@ -24,7 +24,7 @@ from bmforge.models.cpm_ant import CPMAntConfig
 from bmforge.parallel import World
 from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["AntConfig", "CPMAntTrainConfig", "hide_tokens", "train_ant"]
@@ -64,13 +64,20 @@ class CPMAntTrainConfig(AntConfig):
     model: CPMAntConfig = field(default_factory=lambda: CPMAntConfig.preset("cpm-ant-10b"))
 
 
-def train_ant(config: Any) -> RunResult:
+def train_ant(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume the training of a CPM-Ant.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="language_model")
+    return launch(config, _open_data, _check, head="language_model")
+
+
+def _check(config: Any, processes: int) -> None:
+    if not 0 <= config.mlm_ratio <= 1:
+        raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be from 0 to 1.")
+    if config.model.prompt_types <= max(_TASKS.values()):
+        raise ConfigError(f"model.prompt_types={config.model.prompt_types} must be at least 3.")
 
 
 def hide_tokens(ids: Sequence[int], task: str, seed: tuple[int | str, ...]) -> Example:
@@ -144,10 +151,6 @@ class _AntExamples:
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    if not 0 <= config.mlm_ratio <= 1:
-        raise ConfigError(f"mlm_ratio={config.mlm_ratio} must be from 0 to 1.")
-    if config.model.prompt_types <= max(_TASKS.values()):
-        raise ConfigError(f"model.prompt_types={config.model.prompt_types} must be at least 3.")
     tokenizer = open_tokenizer(config)
     if tokenizer.bos_id is None or tokenizer.eos_id is None:
         raise ConfigError(

@@ -21,7 +21,7 @@ from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 from bmforge.recipes.adapters import KINDS, AdapterConfig, attach_adapter
 from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
-from bmforge.recipes.run import RunResult
+from bmforge.recipes.run import Launch, RunResult, run_recipe
 from bmforge.recipes.run_dir import check_new_run
 from bmforge.recipes.search_page import write_search_page
 from bmforge.recipes.start import family_of, settle_model
@@ -100,7 +100,7 @@ class DeltaSearchConfig(TaskTuneConfig):
     )
 
 
-def search_deltas(config: Any) -> RunResult:
+def search_deltas(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume an adapter search.
 
     Args:
@@ -132,7 +132,7 @@ def search_deltas(config: Any) -> RunResult:
         for name in names:
             if name in results and not (number == len(rounds) - 1 and name == names[-1]):
                 continue
-            result = tune_task(_config_of(config, name, candidates[name].delta, steps))
+            result = tune_task(_config_of(config, name, candidates[name].delta, steps), launch)
             if result.stopped:
                 return result
             assert result.evaluation is not None

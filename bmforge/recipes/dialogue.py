@@ -21,7 +21,7 @@ from bmforge.recipes.inputs.document_segments import open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.skipped_data import log_skipped
 from bmforge.recipes.inputs.splitting import refuse_split
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import EVATokenizer
 
 __all__ = ["DialogueConfig", "EVADialogueConfig", "train_dialogue"]
@@ -52,13 +52,22 @@ class EVADialogueConfig(DialogueConfig):
     model: EVAConfig = field(default_factory=lambda: EVAConfig.preset("eva2.0-base"))
 
 
-def train_dialogue(config: Any) -> RunResult:
+def train_dialogue(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on dialogues.
 
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="sequence_to_sequence")
+    return launch(config, _open_data, _check, head="sequence_to_sequence")
+
+
+def _check(config: Any, processes: int) -> None:
+    refuse_split(config.data.split)
+    if config.data.seq_len < 3 or config.target_len < 2:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} must be at least 3, and target_len="
+            f"{config.target_len} at least 2."
+        )
 
 
 class _Dialogues:
@@ -110,13 +119,6 @@ def _read_dialogues(path: str) -> list[list[str]]:
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    config.data.check()
-    refuse_split(config.data.split)
-    if config.data.seq_len < 3 or config.target_len < 2:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} must be at least 3, and target_len="
-            f"{config.target_len} at least 2."
-        )
     tokenizer = open_tokenizer(config, EVATokenizer)
     validation = config.data.validation
     return open_examples(

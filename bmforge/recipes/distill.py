@@ -23,10 +23,9 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import World, build_mesh, init_distributed
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.build import build_model
-from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
-from bmforge.recipes.rollout_run import RolloutRun, default_training
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.rollout_run import RolloutRun, check_rollouts, default_training
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import soft_prompt_length, traits_of
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.train import TrainConfig
@@ -69,7 +68,7 @@ class OnPolicyDistillationConfig(RunConfig):
     template: Path | None = None
 
 
-def train_distill(config: Any) -> RunResult:
+def train_distill(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume distillation of a teacher into a student that generates the answers.
 
     Args:
@@ -78,9 +77,7 @@ def train_distill(config: Any) -> RunResult:
     Raises:
         BmforgeError: the teacher's vocabulary differs; also for the reasons given in `run_recipe`.
     """
-    head = traits_of(config.model).generation_head
-    refuse_idle_options(config, head=head)
-    return run_recipe(config, _open_data, head=head)
+    return launch(config, _open_data, _check, head=traits_of(config.model).generation_head)
 
 
 def describe_teacher(config: Any) -> tuple[Path, Any]:
@@ -100,7 +97,7 @@ def shards_teacher(config: Any, processes: int) -> bool:
     return config.distill_top_k > 0 and processes > 1
 
 
-def _check_options(config: Any) -> None:
+def _check(config: Any, processes: int) -> None:
     """Raise `ConfigError` for numbers out of range, and for layouts and options without support."""
     if not 0 <= config.jsd_beta <= 1:
         raise ConfigError(f"jsd_beta={config.jsd_beta} must be from 0 to 1.")
@@ -112,7 +109,6 @@ def _check_options(config: Any) -> None:
         raise ConfigError(
             f"distill_top_k={config.distill_top_k} must be at least 0 (0: the whole vocabulary)."
         )
-    processes = init_distributed().size
     if not config.distill_top_k and config.layout.row_groups(processes) != processes:
         raise ConfigError(
             "on-policy distillation over the whole vocabulary supports data parallelism and "
@@ -128,6 +124,8 @@ def _check_options(config: Any) -> None:
     for name in ("exact_logprobs", "tools", "mask_truncated_completions", "overlong_tokens"):
         if getattr(config.rollout, name):
             raise ConfigError(f"rollout.{name} has no effect in distillation. Leave it out.")
+    check_rollouts(config)
+    describe_teacher(config)
 
 
 def _open_teacher(config: Any, directory: Path, described: Any, rows: World) -> Any:
@@ -149,18 +147,21 @@ def _open_teacher(config: Any, directory: Path, described: Any, rows: World) -> 
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    _check_options(config)
     directory, described = describe_teacher(config)
     run = RolloutRun(config, rows)
     vocabularies = run.tokenizer.get_vocab(), AutoTokenizer.from_pretrained(directory).get_vocab()
     check_vocabularies(config.model, described.config, vocabularies)
-    teacher = _open_teacher(config, directory, described, rows)
     loader = run.open_loader(None, Policy())
     objective = DistillationObjective(
-        teacher.eval().requires_grad_(False),
+        None,
         config.jsd_beta,
         config.distill_temperature,
         (metric_names([]), lambda: loader.metrics),
         config.distill_top_k,
     )
-    return run.training_data(objective, lambda model: None)
+
+    def open_teacher(model: Any) -> None:
+        teacher = _open_teacher(config, directory, described, rows)
+        objective.teacher = teacher.eval().requires_grad_(False)
+
+    return run.training_data(objective, open_teacher)

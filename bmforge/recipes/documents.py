@@ -21,7 +21,7 @@ from bmforge.models.cpm_bee import CPMBeeConfig
 from bmforge.models.hub import find_model
 from bmforge.parallel import World
 from bmforge.recipes.inputs.skipped_data import is_much, log_skipped
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers.cpm_bee.batch import build_instance
 from bmforge.tokenizers.cpm_bee.document import TooLongError
 from bmforge.tokenizers.cpm_bee.loader import DocumentLoader, iter_documents
@@ -54,6 +54,8 @@ class DocumentConfig:
             documents are skipped.
         global_batch_size: sequences per optimizer step over all processes.
         micro_batch_size: sequences per forward pass on one process.
+        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
+            this x processes / tp / pp / cp (if None: derived from global_batch_size).
         validation_batches: maximum number of evaluation batches of a task (if None: all).
         skip_bad: skip documents that cannot be encoded instead of stopping.
         seed: random seed of the order of documents and answers, the transforms and the examples.
@@ -65,6 +67,7 @@ class DocumentConfig:
     seq_len: int = 2048
     global_batch_size: int = 32
     micro_batch_size: int = 8
+    grad_accum_steps: int | None = None
     validation_batches: int | None = None
     skip_bad: bool = False
     seed: int = 0
@@ -92,7 +95,7 @@ class CPMBeeTrainConfig(DocumentsConfig):
     model: CPMBeeConfig = field(default_factory=lambda: CPMBeeConfig.preset("cpm-bee-10b"))
 
 
-def train_documents(config: Any) -> RunResult:
+def train_documents(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on documents.
 
     The export includes the tokenizer, so that `bmforge generate` can complete documents.
@@ -100,7 +103,7 @@ def train_documents(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="language_model")
+    return launch(config, _open_data, head="language_model")
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:

@@ -24,12 +24,10 @@ def resolve_epochs(config: Any, epoch_rows: int | None) -> Any:
         epoch_rows: number of training sequences per epoch; None if the data has no epochs.
 
     Raises:
-        ConfigError: `epochs` is not positive, or the task's data has no epochs.
+        ConfigError: the task's data has no epochs.
     """
     if config.epochs is None:
         return config
-    if not config.epochs > 0:
-        raise ConfigError(f"epochs={config.epochs} must be above 0.")
     if epoch_rows is None:
         raise ConfigError(
             f"epochs={config.epochs} has no effect, because the data of this task is endless. "

@@ -7,6 +7,7 @@ files of two exports are never mixed, and if the run is killed, the earlier expo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from bmforge.device import parse_dtype
@@ -114,6 +116,21 @@ def _with_fields(config: Any, fields: dict[str, Any]) -> Any:
     # A field of the family's own is written in place of the raw value.
     own = {n: v for n, v in fields.items() if hasattr(config, n)}
     return config.replace(raw=raw, **own)
+
+
+def check_push(repo_id: str, exports: bool) -> None:
+    """Raise `ConfigError` if an export cannot be uploaded: checked before the training."""
+    problem, advice = "", ""
+    if not exports:
+        problem, advice = "has no effect with export=False", "Leave one of them out."
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
+        problem, advice = "must be OWNER/NAME", "Use the name of your account as OWNER."
+    elif HF_HUB_OFFLINE:
+        problem, advice = "needs the network, but HF_HUB_OFFLINE=1 is set", "Unset it."
+    elif get_token() is None:
+        problem, advice = "needs an account of the hub", "Log in with `hf auth login`."
+    if problem:
+        raise ConfigError(f"push_to_hub={repo_id!r} {problem}. {advice}")
 
 
 def push_export(directory: Path, repo_id: str) -> None:

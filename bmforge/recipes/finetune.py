@@ -33,12 +33,11 @@ from bmforge.recipes.inputs.task_data import (
     order_labels,
     read_examples,
 )
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import change_model, check_length, traits_of
+from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import change_model, traits_of
 from bmforge.recipes.task_prompts import (
     EncodedClasses,
     EncodedOptions,
-    EncodedQuestions,
     EncodedTask,
     count_classes,
 )
@@ -141,7 +140,7 @@ class T5SQuADConfig(SQuADTuneConfig):
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
 
 
-def tune_task(config: Any) -> RunResult:
+def tune_task(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on a task with answer options: classes, or choices per example.
 
     Args:
@@ -153,8 +152,8 @@ def tune_task(config: Any) -> RunResult:
     """
     config, traits = with_classes(config), traits_of(config.model)
     if traits.attention == "bidirectional":
-        return run_recipe(config, _open_classes, head="sequence_classification")
-    return run_recipe(config, partial(_open, EncodedOptions), head=traits.generation_head)
+        return launch(config, _open_classes, head="sequence_classification")
+    return launch(config, partial(_open, EncodedOptions), head=traits.generation_head)
 
 
 def with_classes(config: Any) -> Any:
@@ -178,7 +177,7 @@ def with_classes(config: Any) -> Any:
     return change_model(config, head="sequence_classification", num_labels=labels)
 
 
-def tune_squad(config: Any) -> RunResult:
+def tune_squad(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on questions that have a free-text answer.
 
     Args:
@@ -188,7 +187,7 @@ def tune_squad(config: Any) -> RunResult:
         BmforgeError: see `run_recipe`.
     """
     run = partial(_open, EncodedQuestions)
-    return run_recipe(config, run, head=traits_of(config.model).generation_head)
+    return launch(config, run, head=traits_of(config.model).generation_head)
 
 
 def _open_classes(config: Any, rows: World) -> TrainingData:
@@ -218,7 +217,6 @@ def _open(
         rows: data-parallel rank and size of this process.
         fields: further fields of `TrainingData`.
     """
-    check_length(config)
     task, train, dev = read_examples(config.data)
     tokenizer = open_tokenizer(config)
     learned = form(task, train, tokenizer, config)

@@ -22,7 +22,7 @@ from bmforge.recipes.inputs.image_folder import (
     save_preprocessing,
     stack_images,
 )
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.run_dir import check_new_run
 from bmforge.train import EvalResult
 
@@ -40,7 +40,7 @@ class ImagesConfig(RunConfig):
     data: ImageConfig = field(default_factory=ImageConfig)
 
 
-def train_images(config: Any) -> RunResult:
+def train_images(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on an image folder.
 
     Args:
@@ -58,7 +58,7 @@ def train_images(config: Any) -> RunResult:
             f"{config.data.paths[0]!r} has only one class, {classes}. Use a folder with "
             "subfolders for at least two classes."
         )
-    return run_recipe(config, _open_data, head="image_classification", num_labels=len(classes))
+    return launch(config, _open_data, head="image_classification", num_labels=len(classes))
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:

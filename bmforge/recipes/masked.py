@@ -21,8 +21,7 @@ from bmforge.errors import ConfigError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["MaskedConfig", "mask_tokens", "train_masked"]
@@ -47,7 +46,7 @@ class MaskedConfig(RunConfig):
     shortest: int = 10
 
 
-def train_masked(config: Any) -> RunResult:
+def train_masked(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on masked tokens.
 
     Args:
@@ -56,7 +55,12 @@ def train_masked(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="masked_lm")
+    return launch(config, _open_data, _check, head="masked_lm")
+
+
+def _check(config: Any, processes: int) -> None:
+    if not 0 < config.mask_ratio < 1:
+        raise ConfigError(f"mask_ratio={config.mask_ratio} must be above 0 and below 1.")
 
 
 def mask_tokens(
@@ -128,9 +132,6 @@ def _find_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    if not 0 < config.mask_ratio < 1:
-        raise ConfigError(f"mask_ratio={config.mask_ratio} must be above 0 and below 1.")
-    check_length(config)
     tokenizer = open_tokenizer(config)
     _, end, _ = _find_marks(tokenizer)
     ends = tokenizer.eos_id if tokenizer.eos_id is not None else end

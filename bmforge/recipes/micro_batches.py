@@ -16,10 +16,14 @@ def resolve_batch(config: Any, world_size: int) -> Any:
     """Return the data config with the global batch size computed from gradient accumulation.
 
     Raises:
-        ConfigError: the number of accumulation steps is not an integer, two global batch sizes
-            are given, or the pipeline schedule does not support this number of micro-batches.
+        ConfigError: a size is below 1, two global batch sizes are given, or the pipeline
+            schedule does not support this number of micro-batches.
     """
     data, rows = config.data, config.layout.row_groups(world_size)
+    sizes = {name: getattr(data, name) for name in ("global_batch_size", "micro_batch_size")}
+    wrong = [f"data.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+    if wrong:
+        raise ConfigError(f"{'; '.join(wrong)}.")
     steps = getattr(data, "grad_accum_steps", None)
     if steps is not None:
         data = _accumulate(data, steps, rows, type(config)().data.global_batch_size)

@@ -17,11 +17,10 @@ from typing import Any, Literal
 from bmforge.align.kept_reference import keep_reference_
 from bmforge.align.losses import METHODS, MethodOptions
 from bmforge.align.preferences import PairObjective, UnpairedObjective
-from bmforge.align.reference import Reference, adapter_off
+from bmforge.align.reference import adapter_off
 from bmforge.data.sources.preferences import PreferenceExample, read_preferences
 from bmforge.errors import ConfigError, DataError, suggest
 from bmforge.parallel import World
-from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.preference_rows import (
@@ -37,9 +36,9 @@ from bmforge.recipes.reference_model import (
     check_reference_copy,
     open_reference_copy,
 )
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.sft import read_template
-from bmforge.recipes.start import check_length, traits_of
+from bmforge.recipes.start import traits_of
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, TrainConfig
 
@@ -49,7 +48,6 @@ __all__ = [
     "ReferenceKind",
     "encode_files",
     "open_template",
-    "read_pairs",
     "reference_kind",
     "train_preferences",
 ]
@@ -75,6 +73,11 @@ class PairData(ExampleConfig):
     micro_batch_size: int = 4
     ignore: tuple[str, ...] = ("id",)
     prefix_sharing: bool = False
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a number out of range, or an option without effect."""
+        super().check()
+        refuse_split(self.split)
 
 
 @dataclass(kw_only=True)
@@ -126,7 +129,7 @@ class PreferencesConfig(RunConfig):
     reference_offload: bool = False
 
 
-def train_preferences(config: Any) -> RunResult:
+def train_preferences(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training on preferences.
 
     Args:
@@ -136,12 +139,13 @@ def train_preferences(config: Any) -> RunResult:
         ConfigError: an option has no effect with the method.
         BmforgeError: see `run_recipe`.
     """
+    return launch(config, _open_data, _check, head=traits_of(config.model).generation_head)
+
+
+def _check(config: Any, processes: int) -> None:
     read_options(config)
     check_reference_copy(config, reference_kind(config) == "copy")
     check_prefix_sharing(config)
-    head = traits_of(config.model).generation_head
-    refuse_idle_options(config, head=head)
-    return run_recipe(config, _open_data, head=head)
 
 
 def read_options(config: Any) -> MethodOptions:
@@ -242,17 +246,13 @@ def encode_files(
     return [encode_preference(e, template, tokenizer, config.data.ignore) for e in examples]
 
 
-def read_pairs(config: Any, rows: World | None = None) -> tuple[Any, Any, Any]:
+def _read_pairs(config: Any) -> tuple[Any, Any, Any]:
     """Read and encode the examples of a run.
 
     Returns:
         training examples, validation examples (or None), and a function that saves the tokenizer
     """
     data = config.data
-    read_options(config)
-    data.check()
-    refuse_split(data.split)
-    check_length(config)
     tokenizer, template, save = open_template(config)
     pairs = partial(PreferencePairs, shares_prefix=data.prefix_sharing)
     source: Any = MarkedAnswers if config.method == "kto" else pairs
@@ -268,26 +268,24 @@ def read_pairs(config: Any, rows: World | None = None) -> tuple[Any, Any, Any]:
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     data, options, kind = config.data, read_options(config), reference_kind(config)
-    learned, held_out, save = read_pairs(config)
-    reference = None if kind is None else _open_reference(config, kind, rows)
+    learned, held_out, save = _read_pairs(config)
     objective: Any = (
-        UnpairedObjective(options, reference)
+        UnpairedObjective(options)
         if config.method == "kto"
-        else PairObjective(config.method, options, reference, config.nll_on_prompt)
+        else PairObjective(config.method, options, nll_on_prompt=config.nll_on_prompt)
     )
-    begin: Any = id
-    if kind == "precomputed":
-        sources = [each for each in (learned, held_out) if each is not None]
-        begin = partial(keep_reference_, sources, config.run_dir, data.micro_batch_size)
+
+    def begin(model: Any) -> None:
+        if kind == "adapter":
+            objective.reference = adapter_off
+        elif kind == "copy":
+            objective.reference = open_reference_copy(config, rows)
+        elif kind == "precomputed":
+            sources = [each for each in (learned, held_out) if each is not None]
+            keep_reference_(sources, config.run_dir, data.micro_batch_size, model)
+
     return dataclasses.replace(
         open_examples(learned, held_out, data, rows, save_tokenizer=save, objective=objective),
         row_tokens=learned.width if data.prefix_sharing else 2 * learned.width,
         begin=begin,
     )
-
-
-def _open_reference(config: Any, kind: ReferenceKind, rows: World) -> Reference | None:
-    """Build the reference model of a run; None if its log-probabilities are precomputed."""
-    if kind == "copy":
-        return open_reference_copy(config, rows)
-    return adapter_off if kind == "adapter" else None

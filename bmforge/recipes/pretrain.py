@@ -19,8 +19,7 @@ from bmforge.parallel import World
 from bmforge.recipes.export import SIDE_FILES
 from bmforge.recipes.inputs.corpus import Corpus, CorpusConfig, open_corpus
 from bmforge.recipes.inputs.vocabulary import find_own_tokenizer
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length
+from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.train import EvalResult
 
 __all__ = [
@@ -68,7 +67,7 @@ class CPM1PretrainConfig(PretrainConfig):
     model: CPM1Config = field(default_factory=lambda: CPM1Config.preset("cpm1-small"))
 
 
-def pretrain(config: Any) -> RunResult:
+def pretrain(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume a pretraining run.
 
     Args:
@@ -77,18 +76,18 @@ def pretrain(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    if config.init_from is None:  # otherwise the sizes are read from `init_from` later
-        check_length(config)
-    return run_recipe(config, _open_data, head="language_model")
+    return launch(config, _open_data, _check, head="language_model")
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
-    check_length(config)
+def _check(config: Any, processes: int) -> None:
     if config.data.reset_at_documents and config.adapter.kind == "soft-prompt":
         raise ConfigError(
             "data.reset_at_documents=True does not work with adapter.kind='soft-prompt', which is "
             "prepended to sequences and not to documents. Leave one of them out."
         )
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
     corpus = open_corpus(config.data, config.model.vocab_size, rows, config.init_from)
     held_out = {}
     if corpus.validation is not None:

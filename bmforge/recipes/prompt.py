@@ -34,9 +34,9 @@ from bmforge.recipes.inputs.prompt_parts import (
     open_words,
 )
 from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
-from bmforge.recipes.run import Results, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.run_dir import add_results, check_new_run
-from bmforge.recipes.start import check_length, settle_model, traits_of
+from bmforge.recipes.start import settle_model, traits_of
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 from bmforge.tune.prompt import (
     PromptGenerator,
@@ -142,7 +142,7 @@ class PromptTuneConfig(PromptGenerateConfig):
     zero_shot: bool = False
 
 
-def train_classes(config: Any) -> RunResult:
+def train_classes(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training of a classifier that uses a prompt template.
 
     Args:
@@ -156,10 +156,10 @@ def train_classes(config: Any) -> RunResult:
         config = dataclasses.replace(
             config, train=dataclasses.replace(config.train, steps=1, optim=optim)
         )
-    return _run_seeds(config, _open_classes)
+    return _run_seeds(config, _open_classes, launch)
 
 
-def train_texts(config: Any) -> RunResult:
+def train_texts(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training of a model to generate text at a template's mask.
 
     Args:
@@ -168,10 +168,10 @@ def train_texts(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return _run_seeds(config, _open_texts)
+    return _run_seeds(config, _open_texts, launch)
 
 
-def _run_seeds(config: Any, open_data: Any) -> RunResult:
+def _run_seeds(config: Any, open_data: Any, launch: Launch) -> RunResult:
     """Train once for every seed; write the mean and standard deviation of the metrics."""
     data = config.data
     data.check()
@@ -180,14 +180,14 @@ def _run_seeds(config: Any, open_data: Any) -> RunResult:
     head = "masked_lm" if "masked_lm" in config.model.heads else head
     config = _with_rows(config)
     if data.seeds == 1:
-        return run_recipe(config, open_data, head=head)
+        return launch(config, open_data, head=head)
     for number in range(data.seeds):
         own = dataclasses.replace(data, seeds=1, seed=data.seed + number)
         seed_dir = config.run_dir / f"seed-{own.seed}"
         seed_config = dataclasses.replace(
             config, data=own, seed=config.seed + number, run_dir=seed_dir
         )
-        result = run_recipe(seed_config, open_data, head=head)
+        result = launch(seed_config, open_data, head=head)
         if result.stopped:
             return result
     run_dirs = [config.run_dir / f"seed-{data.seed + number}" for number in range(data.seeds)]
@@ -243,7 +243,6 @@ def _look(config: Any) -> tuple[BenchmarkTask, TaskExample]:
 
 def _read(config: Any) -> tuple[BenchmarkTask, list[TaskExample], list[TaskExample]]:
     """Return a task, its few-shot training examples, and its held-out examples."""
-    check_length(config)
     task, train, dev = read_examples(config.data)
     shots = config.data.shots
     if shots:
@@ -279,6 +278,7 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
     def begin(model: Model) -> None:
         if template.rows:
             draw_rows_(model, template.rows, config.seed)
+        _write(config, text, find_words(config, task, train[0]))
         if config.calibrate:
             words.calibrate_(score(model, source(train[: config.calibrate]), 1))
 
@@ -290,7 +290,6 @@ def _open_classes(config: Any, rows: World) -> TrainingData:
         ]
         return {m: {"model": v} for m, v in score_task(task.name, answers, dev).items()}
 
-    _write(config, text, find_words(config, task, train[0]))
     return open_examples(
         source(train),
         source(dev) if dev else None,
@@ -325,6 +324,7 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
     def begin(model: Model) -> None:
         if template.rows:
             draw_rows_(model, template.rows, config.seed)
+        _write(config, text, {})
 
     def figures(model: Any, evaluation: EvalResult) -> Results:
         writer = PromptGenerator(model, template, generate)
@@ -335,7 +335,6 @@ def _open_texts(config: Any, rows: World) -> TrainingData:
         named = written if task.asks_for_text else [_number(task, answer) for answer in written]
         return {m: {"model": v} for m, v in score_task(task.name, named, dev).items()}
 
-    _write(config, text, {})
     return open_examples(
         source(train),
         source(dev) if dev else None,

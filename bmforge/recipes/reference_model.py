@@ -6,16 +6,15 @@ import copy
 import dataclasses
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from bmforge.align.reference import Reference, frozen_copy
-from bmforge.device import is_host, parse_dtype
+from bmforge.device import default_device, is_host, parse_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import find_model
-from bmforge.parallel import World, build_mesh, parallelize
+from bmforge.parallel import World, build_mesh, joined_world, parallelize
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.base_weights import cast_frozen_, fill_packed_, open_packed, quantize_base_
 from bmforge.recipes.build import build_model
@@ -48,6 +47,11 @@ def check_reference_copy(config: Any, is_copied: bool) -> None:
                 f"{name}={value} has no effect, because the reference is not a copy of the model. "
                 f"Add --reference copy, or leave {name} out."
             )
+    if config.reference_offload and is_host(default_device()):
+        raise ConfigError(
+            "reference_offload=True has no effect on a CPU, whose memory is the host's. Leave it "
+            "out; --reference-dtype int8 makes the reference smaller."
+        )
     dtype = config.reference_dtype
     if dtype is None:
         return
@@ -68,15 +72,7 @@ def open_reference_copy(config: Any, rows: World) -> Reference:
     Args:
         config: config of the run, with all defaults resolved.
         rows: data-parallel rank and size of this process.
-
-    Raises:
-        ConfigError: `reference_offload` is set, but there is no accelerator.
     """
-    if config.reference_offload and is_host(rows.device):
-        raise ConfigError(
-            "reference_offload=True has no effect on a CPU, whose memory is the host's. Leave it "
-            "out; --reference-dtype int8 makes the reference smaller."
-        )
     return frozen_copy(
         make_reference_copy(config, rows, config.reference_dtype),
         is_offloaded=config.reference_offload,
@@ -91,10 +87,7 @@ def make_reference_copy(config: Any, rows: World, dtype: ReferenceDtype | None =
         rows: data-parallel rank and size of this process.
         dtype: dtype of the linear layers (default: that of the policy).
     """
-    rank, size = 0, 1
-    if torch.distributed.is_initialized():
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    world, mesh = World(rank, size, rows.device), build_mesh(config.layout, rows.device)
+    world, mesh = joined_world(rows), build_mesh(config.layout, rows.device)
     plain = dataclasses.replace(config, adapter=AdapterConfig(), base_dtype=None, freeze_base=False)
     if dtype is None:
         return build_model(plain, world, mesh)[0]

@@ -81,13 +81,13 @@ class Form:
     Args:
         fits: function (`Traits` of a family) -> True if the implementation supports the family.
         config: config class of the task, without `model`.
-        run: function that runs the task.
+        run: function (config, `Launch`) that runs or checks the task.
         reads_audio: True if the task trains on audio.
     """
 
     fits: Callable[[Traits], bool]
     config: type[Any]
-    run: Callable[[Any], Any]
+    run: Callable[..., Any]
     reads_audio: bool = False
 
 
@@ -118,13 +118,13 @@ class Recipe:
     Args:
         config: config class whose fields are the command's options; the field `model` is the config
             of the family.
-        run: function that runs the recipe.
+        run: function (config, `Launch`) that runs or checks the recipe.
         about: description of the recipe.
         task: name of the task.
     """
 
     config: type[Any]
-    run: Callable[[Any], Any]
+    run: Callable[..., Any]
     about: str
     task: str
 

@@ -19,19 +19,17 @@ from bmforge.errors import ConfigError
 from bmforge.files import replace_file
 from bmforge.logging import get_logger
 from bmforge.parallel import World
-from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.examples import open_examples
 from bmforge.recipes.inputs.preference_rows import PreferencePairs
-from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.inputs.step_rows import LabeledSteps, encode_steps
 from bmforge.recipes.preferences import PairData, encode_files, open_template
 from bmforge.recipes.prefix_sharing import refuse_prefix_sharing
 from bmforge.recipes.reward_scores import PROCESS_HEAD, STEP_FILE, STEP_SEPARATOR
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import change_model, check_length
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import change_model
 from bmforge.train import OptimConfig, TrainConfig
 
-__all__ = ["RewardConfig", "open_reward_data", "train_reward", "with_reward_head"]
+__all__ = ["RewardConfig", "train_reward", "with_reward_head"]
 
 _HEAD = "sequence_classification"
 
@@ -68,7 +66,7 @@ class RewardConfig(RunConfig):
     center_rewards_coefficient: float = 0.0
 
 
-def train_reward(config: Any) -> RunResult:
+def train_reward(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume training of a reward model.
 
     Args:
@@ -77,13 +75,11 @@ def train_reward(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    _check(config)
     head, labels = (PROCESS_HEAD, 2) if config.supervision == "process" else (_HEAD, 1)
-    refuse_idle_options(config, head=head, num_labels=labels)
-    return run_recipe(with_reward_head(config), open_reward_data, head=head)
+    return launch(config, _open_data, _check, head=head, num_labels=labels)
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, processes: int) -> None:
     """Raise `ConfigError` for an option out of range or without effect."""
     refuse_prefix_sharing(config, "in reward models, which read the last token of a row")
     center = config.center_rewards_coefficient
@@ -110,16 +106,13 @@ def with_reward_head(config: Any) -> Any:
     return change_model(config, head=_HEAD, num_labels=1)
 
 
-def open_reward_data(config: Any, rows: World) -> TrainingData:
+def _open_data(config: Any, rows: World) -> TrainingData:
     """Read and encode the pairs, or the steps with labels, of a run."""
     return (_open_steps if config.supervision == "process" else _open_pairs)(config, rows)
 
 
 def _open_pairs(config: Any, rows: World) -> TrainingData:
     data = config.data
-    data.check()
-    refuse_split(data.split)
-    check_length(config)
     tokenizer, template, save = open_template(config)
     learned, held_out = (
         PreferencePairs(
@@ -146,14 +139,6 @@ def _open_pairs(config: Any, rows: World) -> TrainingData:
 
 def _open_steps(config: Any, rows: World) -> TrainingData:
     data = config.data
-    data.check()
-    refuse_split(data.split)
-    check_length(config)
-    if config.model.num_labels != 2:
-        raise ConfigError(
-            f"init_from={config.init_from!r} has num_labels={config.model.num_labels} (needed: 2, "
-            "wrong and right). Start from a language model or a process reward model."
-        )
     tokenizer, template, save_both = open_template(config)
     separator = STEP_SEPARATOR if config.step_separator is None else config.step_separator
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,7 +102,7 @@ def check_columns(rewards: Sequence[str | Callable[..., Any]], columns: Collecti
 def open_reward_model(
     name: str, aggregation: StepAggregation | None = None, device: torch.device | str = "cpu"
 ) -> _Scorer:
-    """Load a reward model as a source of rewards.
+    """Open a reward model as a source of rewards; its weights are loaded for the first answers.
 
     Args:
         name: directory, hub id or short name of the reward model.
@@ -113,17 +114,17 @@ def open_reward_model(
             classifier with two classes.
     """
     directory = Path(find_model(name))
-    model = AutoModel.from_pretrained(directory, device=device).eval()
-    kind = model.config.head, getattr(model.config, "num_labels", None)
+    sizes = AutoModel.describe_pretrained(directory)[0].config
+    kind = sizes.head, getattr(sizes, "num_labels", None)
     if kind == (PROCESS_HEAD, 2):
-        return ProcessRewardModel(directory, model, aggregation or "min")
+        return ProcessRewardModel(directory, device, aggregation or "min")
     if kind != (_HEAD, 1):
         raise ConfigError(
             f"--reward dir:{name}: the model has the head {kind[0]!r} with num_labels={kind[1]} "
             "(needed: a sequence classification model with num_labels=1, or a token "
             "classification model with num_labels=2, as exported by `bmforge train reward`)."
         )
-    return RewardModel(directory, model)
+    return RewardModel(directory, device)
 
 
 class _Scorer:
@@ -131,12 +132,15 @@ class _Scorer:
 
     renders_prompts = True
 
-    def __init__(self, directory: Path, model: Any) -> None:
-        self._model = model
+    def __init__(self, directory: Path, device: torch.device | str) -> None:
+        self._directory, self._device = directory, device
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
         self._template = ChatTemplate(find_template(directory), self._tokenizer)
-        self._device = next(model.parameters()).device
         self._name, self._unread_options = directory.name, set[str]()
+
+    @cached_property
+    def _model(self) -> Any:
+        return AutoModel.from_pretrained(self._directory, device=self._device).eval()
 
     @torch.no_grad()
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> list[float]:
@@ -197,8 +201,8 @@ class RewardModel(_Scorer):
     template of the reward model.
 
     Args:
-        directory: directory of the tokenizer and the chat template.
-        model: sequence classifier with one output.
+        directory: directory of a sequence classifier with one output.
+        device: device of the model.
     """
 
     def _encode(self, prompt: Any, completion: Any, options: Mapping[str, Any]) -> EncodedRow:
@@ -220,14 +224,17 @@ class ProcessRewardModel(_Scorer):
     reward`.
 
     Args:
-        directory: directory of the tokenizer, the chat template and the separator.
-        model: token classifier with the classes wrong (0) and correct (1).
+        directory: directory of a token classifier with the classes wrong (0) and correct (1), and
+            the separator.
+        device: device of the model.
         aggregation: reward of an answer: the minimum, product or mean of its steps' rewards, or
             the reward of the last step.
     """
 
-    def __init__(self, directory: Path, model: Any, aggregation: StepAggregation = "min") -> None:
-        super().__init__(directory, model)
+    def __init__(
+        self, directory: Path, device: torch.device | str, aggregation: StepAggregation = "min"
+    ) -> None:
+        super().__init__(directory, device)
         file = directory / STEP_FILE
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self._separator: str = settings.get("step_separator", STEP_SEPARATOR)

@@ -19,12 +19,11 @@ from bmforge.align.rollout_metrics import metric_names
 from bmforge.align.value import ValueConfig
 from bmforge.errors import ConfigError
 from bmforge.parallel import World
-from bmforge.recipes.idle_options import refuse_idle_options
 from bmforge.recipes.inputs.prompt_rows import PromptConfig
 from bmforge.recipes.reference_model import make_reference_copy
 from bmforge.recipes.reward_scores import StepAggregation, check_columns, open_reward_sources
-from bmforge.recipes.rollout_run import RolloutRun, default_training
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.rollout_run import RolloutRun, check_rollouts, default_training
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
 from bmforge.recipes.value_model import check_value, open_value
 from bmforge.train import TrainConfig
@@ -64,7 +63,7 @@ class ReinforcementConfig(RunConfig):
     template: Path | None = None
 
 
-def train_rl(config: Any) -> RunResult:
+def train_rl(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume reinforcement learning.
 
     Args:
@@ -74,12 +73,11 @@ def train_rl(config: Any) -> RunResult:
         BmforgeError: a reward function cannot be loaded; also for the reasons given in
             `run_recipe`.
     """
-    head = traits_of(config.model).generation_head
-    refuse_idle_options(config, head=head)
-    return run_recipe(config, _open_data, head=head)
+    return launch(config, _open_data, _check, head=traits_of(config.model).generation_head)
 
 
-def _open_data(config: Any, rows: World) -> TrainingData:
+def _check(config: Any, processes: int) -> None:
+    """Raise `ConfigError` for options that conflict or have no effect."""
     policy = config.rl.resolve(config.method)
     if policy.beta and config.adapter.modules_to_save:
         raise ConfigError(
@@ -94,7 +92,11 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         )
     check_group_size(policy.advantage, config.rollout.num_generations)
     check_value(config, policy)
-    run = RolloutRun(config, rows)
+    check_rollouts(config)
+
+
+def _open_data(config: Any, rows: World) -> TrainingData:
+    policy, run = config.rl.resolve(config.method), RolloutRun(config, rows)
     check_columns(config.reward, run.columns)
     rewards = open_reward_sources(
         config.reward, config.reward_timeout_s, config.step_aggregation, rows.device

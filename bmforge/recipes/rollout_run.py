@@ -17,7 +17,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer import GenerationConfig
 from bmforge.infer.engine.native_step import load_step
 from bmforge.models.init import materialize_
-from bmforge.parallel import World, init_distributed
+from bmforge.parallel import World, joined_world
 from bmforge.recipes.adapters import attach_adapter
 from bmforge.recipes.base_weights import store_frozen_
 from bmforge.recipes.inputs.document_segments import open_tokenizer
@@ -31,7 +31,6 @@ from bmforge.recipes.inputs.prompt_rows import (
 from bmforge.recipes.rollout_tools import open_functions, open_turns
 from bmforge.recipes.run import TrainingData
 from bmforge.recipes.start import (
-    check_length,
     family_of,
     soft_prompt_length,
     traits_of,
@@ -53,9 +52,7 @@ def default_training() -> TrainConfig:
 
 def check_rollouts(config: Any) -> None:
     """Raise `ConfigError` for options that cannot be combined, before anything is loaded."""
-    config.data.check()
     config.rollout.check()
-    check_length(config)
     limit = traits_of(config.model).row_limit(config.model)
     prompt = soft_prompt_length(config)
     longest = prompt + config.data.seq_len + config.rollout.max_new_tokens
@@ -119,7 +116,6 @@ class RolloutRun:
     loader: RolloutLoader
 
     def __init__(self, config: Any, rows: World) -> None:
-        check_rollouts(config)
         self._config, self._rows = config, rows
         self.tokenizer = open_tokenizer(config)
         prompts = read_all(config.data)
@@ -137,7 +133,8 @@ class RolloutRun:
 
     def open_loader(self, rewards: RewardSet | None, policy: Any) -> RolloutLoader:
         """Create the loader of the run; the reward functions are closed when the run ends."""
-        config, rows, world = self._config, self._rows, init_distributed()
+        config, rows = self._config, self._rows
+        world = joined_world(rows)
         self._rewards = rewards
         decode = make_decoder(self.tokenizer, self._stops)
         tools = None
@@ -218,7 +215,7 @@ class RolloutRun:
     ) -> None:
         """Log the first answers of a rollout to the run directory."""
         count = self._config.rollout.log_completions
-        if init_distributed().rank or not count:
+        if joined_world(self._rows).rank or not count:
             return
         if self._log is None:
             self._log = CompletionLog(self._config.run_dir, count, step)

@@ -1,13 +1,13 @@
 """Steps that all training runs have in common.
 
-A run initializes the processes, loads the data, parallelizes the model, initializes or loads its
-weights, trains, evaluates and exports. A recipe is a config and a function that loads its data; a
-repeated call in the same directory resumes the run.
+A run checks its options, reads its data (`run_check.py`), and then parallelizes the model,
+initializes or loads its weights, trains, evaluates and exports. A dry run is the first two steps. A
+recipe is a config and a function that reads its data; a repeated call in the same directory resumes
+the run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,8 +17,8 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 
 from bmforge.config import config_to_dict
-from bmforge.device import device_name
-from bmforge.errors import CheckpointError, ConfigError
+from bmforge.device import default_device, device_name
+from bmforge.errors import CheckpointError
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.changes import Change
@@ -31,34 +31,31 @@ from bmforge.parallel import (
     data_parallel_rank,
     data_parallel_size,
     init_distributed,
-    is_half,
     run_everywhere,
     run_on_first,
 )
 from bmforge.provenance import warn_of_licenses
-from bmforge.recipes.adapters import AdapterConfig, log_trained, resolve_adapter, set_rates
+from bmforge.recipes.adapters import AdapterConfig, log_trained, set_rates
 from bmforge.recipes.base_weights import BaseDtype
-from bmforge.recipes.build import build_model
+from bmforge.recipes.build import build_model, describe_model
 from bmforge.recipes.compression_phases import (
     add_method_groups,
     finish_phase,
     keep_answers,
     only_stores_answers,
 )
-from bmforge.recipes.epochs import resolve_epochs
 from bmforge.recipes.export import export_run
-from bmforge.recipes.micro_batches import resolve_batch
-from bmforge.recipes.resume_check import check_resumed_data
+from bmforge.recipes.run_check import FREE_FIELDS, check_options, check_start, read_data
 from bmforge.recipes.run_dir import (
     add_results,
-    check_new_run,
+    check_run,
     lock_run_dir,
     overridden_fields,
     record_overrides,
     write_run_config,
 )
 from bmforge.recipes.run_provenance import find_provenance
-from bmforge.recipes.start import family_of, need_fields, settle_model
+from bmforge.recipes.start import family_of
 from bmforge.train import (
     EvalResult,
     TrainConfig,
@@ -73,27 +70,17 @@ from bmforge.train.objective import Batch, Objective
 from bmforge.train.trainer import Callback, Loader
 
 __all__ = [
+    "Launch",
     "Results",
     "RunConfig",
     "RunResult",
     "TrainingData",
+    "check_recipe",
     "family_of",
     "run_recipe",
 ]
 
 Results = dict[str, dict[str, float]]
-
-# Fields that a resumed run may change, since they do not affect the steps trained so far. Data may
-# be moved, because the loader's state contains a digest of it. `model` includes `model_changes`.
-_FREE_FIELDS = """
-    run_dir layout offload recompute compile prefetch wandb_project export train.steps
-    train.eval_every_steps train.save_every_steps train.keep_last train.keep_every_steps
-    train.log_every_steps train.profile_steps train.early_stopping_patience
-    train.early_stopping_threshold train.num_epochs data.micro_batch_size data.prefetch_steps
-    data.validation_batches data.paths data.validation model_changes new_head family
-    epochs adapter.merge export_dtype push_to_hub search license timeout_s
-"""
-_FREE = frozenset(_FREE_FIELDS.split())
 
 
 @dataclass(kw_only=True)
@@ -198,6 +185,7 @@ class TrainingData:
 
 
 OpenData = Callable[[Any, World], TrainingData]
+CheckOptions = Callable[[Any, int], None]
 
 
 @dataclass(frozen=True)
@@ -209,7 +197,8 @@ class RunResult:
         step: last optimizer step.
         evaluation: final evaluation.
         world: all processes of the run.
-        stopped: True if a signal ended the run before its last step.
+        stopped: True if a signal ended the run before its last step, or after a dry run.
+        config: config of the run, with all defaults resolved.
     """
 
     model: Model
@@ -217,15 +206,25 @@ class RunResult:
     evaluation: EvalResult | None
     world: World
     stopped: bool = False
+    config: Any = None
 
 
-def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
+# `run_recipe`, or for a dry run `check_recipe`. Every recipe ends with a call of it, so that a dry
+# run makes all checks of a run.
+Launch = Callable[..., RunResult]
+
+
+def run_recipe(
+    config: Any, open_data: OpenData, check: CheckOptions | None = None, **needs: Any
+) -> RunResult:
     """Run or resume a training run.
 
     Args:
         config: a `RunConfig` with `model` and `data`.
         open_data: function (config, rows) -> `TrainingData`; `rows` is the data-parallel rank
-            and size of this process.
+            and size of this process. It reads no weights and writes nothing.
+        check: function (config, number of processes) that raises `ConfigError` for options of the
+            task, before the data is read.
         needs: fields of `model` that the task requires, such as the head.
 
     Raises:
@@ -234,32 +233,59 @@ def run_recipe(config: Any, open_data: OpenData, **needs: Any) -> RunResult:
         CheckpointError: the last checkpoint could not be written; raised after all other outputs
             are written.
     """
-    if config.timeout_s <= 0:
-        raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
-    check_new_run(config.run_dir)
+    check_start(config)
     world = init_distributed(timeout_s=config.timeout_s)
-    config.layout.check(world.size)
-    config.loss_scale.check(config.train.precision)
-    config = resolve_adapter(need_fields(settle_model(config), needs))
-    config = dataclasses.replace(config, data=resolve_batch(config, world.size))
-    with FailureDetector().watching(), lock_run_dir(config.run_dir, config, _FREE):
+    config = check_options(config, world.size, check, needs)
+    with FailureDetector().watching(), lock_run_dir(config.run_dir, config, FREE_FIELDS):
         overridden = overridden_fields(config)
         config = run_everywhere(lambda: record_overrides(config.run_dir, config))
         return _run(config, open_data, world, overridden)
+
+
+def check_recipe(
+    config: Any,
+    open_data: OpenData,
+    check: CheckOptions | None = None,
+    *,
+    processes: int,
+    reads_data: bool = True,
+    **needs: Any,
+) -> RunResult:
+    """Make all checks of a training run, without training and without writing anything.
+
+    Args:
+        config, open_data, check, needs: as for `run_recipe`; without data.paths, only the options
+            are checked.
+        processes: number of processes of the run.
+        reads_data: whether to read and encode the data.
+
+    Returns:
+        result with the model on the meta device, and `stopped` set.
+
+    Raises:
+        BmforgeError: see `run_recipe`.
+    """
+    check_start(config)
+    world = World(0, processes, default_device())
+    config = check_options(config, processes, check, needs)
+    check_run(config.run_dir, config, FREE_FIELDS)
+    find_provenance(config)
+    if config.data.paths and reads_data:
+        rows = World(0, config.layout.row_groups(processes), world.device)
+        config, data = read_data(config, open_data, rows, overridden_fields(config))
+        if data.close is not None:
+            data.close()
+    return RunResult(describe_model(config), 0, None, world, stopped=True, config=config)
 
 
 def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[str]) -> RunResult:
     mesh = build_mesh(config.layout, world.device)
     rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
     provenance = find_provenance(config)
-    data = open_data(config, rows)
-    _refuse_idle(config, data)
+    config, data = read_data(config, open_data, rows, overridden)
     if only_stores_answers(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
-    run_on_first(lambda: check_resumed_data(config.run_dir, data.loader, overridden))
-    config = resolve_epochs(config, data.epoch_rows)
     model, job, base = build_model(config, world, mesh)
-    _refuse_idle_for(model, config, compresses=job is not None)
     log_trained(model, config)
     model.provenance = provenance
     data.begin(model)
@@ -302,36 +328,7 @@ def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[s
     if world.rank == 0:
         get_logger().info("report: %s", write_report(config.run_dir))
     run_on_first(lambda: _check_saved(trainer))
-    return RunResult(model, trainer.step, evaluation, world, trainer.stopped)
-
-
-def _refuse_idle_for(model: Model, config: Any, *, compresses: bool) -> None:
-    """Raise `ConfigError` for training options that have no effect on the run's model."""
-    if compresses and config.train.disable_dropout:
-        raise ConfigError(
-            "train.disable_dropout=True runs the model in evaluation mode, in which compression "
-            "has no effect. Leave it out."
-        )
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not config.train.master_weights and not any(map(is_half, trained)):
-        raise ConfigError(
-            "train.master_weights=False has no effect, because all trained parameters of this run "
-            "are in fp32. Leave it out."
-        )
-
-
-def _refuse_idle(config: Any, data: TrainingData) -> None:
-    """Raise `ConfigError` for training options that have no effect on the run's data."""
-    if config.train.eval_every_steps is not None and not data.held_out:
-        raise ConfigError(
-            f"train.eval_every_steps={config.train.eval_every_steps} has no effect without "
-            "held-out data. Pass --data.validation FILE, or leave it out."
-        )
-    if config.train.num_epochs != 1 and getattr(data.loader, "is_endless", False):
-        raise ConfigError(
-            f"train.num_epochs={config.train.num_epochs} has no effect, because the data of this "
-            "run has no end. Set the number of epochs with --epochs."
-        )
+    return RunResult(model, trainer.step, evaluation, world, trainer.stopped, config)
 
 
 def _check_saved(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bmforge.config import config_to_dict, plain_value, save_toml
-from bmforge.errors import ConfigError
+from bmforge.errors import ConfigError, suggest
 from bmforge.files import check_place, partial_name, replace_file
 from bmforge.logging import get_logger, log_to_file, process_rank
 from bmforge.parallel import run_on_first
@@ -24,6 +24,8 @@ __all__ = [
     "add_results",
     "check_free",
     "check_new_run",
+    "check_overridden",
+    "check_run",
     "check_run_dir",
     "write_run_config",
     "lock_run_dir",
@@ -53,14 +55,19 @@ def open_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> None:
         ConfigError: the directory contains another run or unrelated files.
     """
 
-    def check() -> None:
-        check_place(run_dir, "run_dir")
-        problem = check_run_dir(run_dir, config, free)
-        if problem is not None:
-            raise ConfigError(problem)
+    def open_it() -> None:
+        check_run(run_dir, config, free)
         run_dir.mkdir(parents=True, exist_ok=True)
 
-    run_on_first(check)
+    run_on_first(open_it)
+
+
+def check_run(run_dir: Path, config: Any, free: frozenset[str]) -> None:
+    """Raise `ConfigError` if `config` may not run in `run_dir`; see `open_run_dir`."""
+    check_place(run_dir, "run_dir")
+    problem = check_run_dir(run_dir, config, free)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def write_run_config(run_dir: Path, config: Any, *, new_only: bool = False) -> bool:
@@ -89,8 +96,8 @@ def write_run_config(run_dir: Path, config: Any, *, new_only: bool = False) -> b
 def lock_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[None]:
     """Context manager that opens and locks a run directory, and writes the log to it.
 
-    If the run is refused before `write_run_config`, no files are left, and no new lines in the log
-    of an existing run. All processes call it.
+    If the run is refused before `write_run_config`, no files and no new directories are left, and
+    no new lines in the log of an existing run. All processes call it.
 
     Args:
         run_dir, config, free: arguments of `open_run_dir`.
@@ -99,7 +106,8 @@ def lock_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[N
         ConfigError: a live run has locked the directory; also for the reasons given in
             `open_run_dir`.
     """
-    is_first, is_new = process_rank() == 0, not run_dir.exists()
+    is_first = process_rank() == 0
+    new = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     open_run_dir(run_dir, config, free)
     try:
         with hold_run_dir(run_dir):
@@ -118,8 +126,9 @@ def lock_run_dir(run_dir: Path, config: Any, free: frozenset[str]) -> Iterator[N
                 if undo_log is not None:
                     undo_log()
     finally:
-        if is_first and is_new and run_dir.is_dir() and not any(run_dir.iterdir()):
-            run_dir.rmdir()
+        for folder in new if is_first else ():
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _log_undo(run_dir: Path) -> Callable[[], None]:
@@ -197,6 +206,17 @@ def record_overrides(run_dir: Path, config: Any) -> Any:
     for entry in new:
         get_logger().info("overridden: %s", entry)
     return dataclasses.replace(config, override=tuple(dict.fromkeys([*earlier, *new, *plain])))
+
+
+def check_overridden(config: Any) -> None:
+    """Raise `ConfigError` if `override` names no field or table of the config."""
+    fields = [name.split(".") for name in _flatten(config_to_dict(config))]
+    known = {".".join(parts[:n]) for parts in fields for n in range(1, len(parts) + 1)}
+    for name in sorted(overridden_fields(config) - known):
+        raise ConfigError(
+            f"override={name!r} is not a field of this run.{suggest(name, known)} --print-config "
+            "shows all fields."
+        )
 
 
 def overridden_fields(config: Any) -> frozenset[str]:

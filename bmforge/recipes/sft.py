@@ -35,8 +35,8 @@ from bmforge.recipes.inputs.document_segments import find_tokenizer, open_tokeni
 from bmforge.recipes.inputs.examples import ExampleConfig, ExampleSource, open_examples
 from bmforge.recipes.inputs.image_conversations import ImageConversations, check_image_layout
 from bmforge.recipes.inputs.splitting import refuse_split
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length, family_of, traits_of
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.start import family_of, traits_of
 from bmforge.tokenizers.chat_named import NAMED_TEMPLATES
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 from bmforge.tokenizers.chat_turns import AnswerChoice, AnswerText
@@ -46,7 +46,6 @@ __all__ = [
     "ConversationData",
     "ConversationsConfig",
     "LlamaSFTConfig",
-    "open_conversations",
     "read_template",
     "train_sft",
 ]
@@ -79,6 +78,7 @@ class ConversationData(ExampleConfig):
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or if there are no paths."""
         super().check()
+        refuse_split(self.split)
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(
                 f"data.validation_fraction={self.validation_fraction} must be at least 0 and "
@@ -124,7 +124,7 @@ class LlamaSFTConfig(ConversationsConfig):
     model: LlamaConfig = field(default_factory=lambda: LlamaConfig.preset("llama-3.2-1b"))
 
 
-def train_sft(config: Any) -> RunResult:
+def train_sft(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on conversations.
 
     Args:
@@ -133,15 +133,12 @@ def train_sft(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, open_conversations, head=traits_of(config.model).generation_head)
+    return launch(config, _open_data, head=traits_of(config.model).generation_head)
 
 
-def open_conversations(config: Any, rows: World) -> TrainingData:
+def _open_data(config: Any, rows: World) -> TrainingData:
     """Read, render and encode the conversations of a run."""
     data = config.data
-    data.check()
-    refuse_split(data.split)
-    check_length(config)
     tokenizer, folder = open_tokenizer(config), find_tokenizer(config)
     template = ChatTemplate(read_template(config, folder), tokenizer)
     has_own_form = traits_of(config.model).objective == "dialogues"

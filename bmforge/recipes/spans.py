@@ -29,7 +29,7 @@ from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segm
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.span_corpus import SpanCorpus, is_span_corpus
 from bmforge.recipes.inputs.splitting import check_split
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.start import traits_of
 from bmforge.tokenizers import Tokenizer
 
@@ -86,7 +86,7 @@ class T5SpansConfig(SpanConfig):
     model: T5Config = field(default_factory=lambda: T5Config.preset("t5-v1_1-small"))
 
 
-def train_spans(config: Any) -> RunResult:
+def train_spans(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume T5's span-corruption training.
 
     Args:
@@ -95,7 +95,17 @@ def train_spans(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="sequence_to_sequence")
+    return launch(config, _open_data, _check, head="sequence_to_sequence")
+
+
+def _check(config: Any, processes: int) -> None:
+    if not 0 < config.noise_density < 1 or config.mean_span_length < 1:
+        raise ConfigError(
+            f"noise_density={config.noise_density} must be above 0 and below 1, and "
+            f"mean_span_length={config.mean_span_length} at least 1."
+        )
+    if config.target_len is not None and config.target_len < 2:
+        raise ConfigError(f"target_len={config.target_len} must be at least 2.")
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:
@@ -229,15 +239,7 @@ def _open_corpus(config: Any, tokenizer: Tokenizer, rows: World) -> TrainingData
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
-    if not 0 < config.noise_density < 1 or config.mean_span_length < 1:
-        raise ConfigError(
-            f"noise_density={config.noise_density} must be above 0 and below 1, and "
-            f"mean_span_length={config.mean_span_length} at least 1."
-        )
-    if config.target_len is not None and config.target_len < 2:
-        raise ConfigError(f"target_len={config.target_len} must be at least 2.")
     tokenizer = open_tokenizer(config)
-    config.data.check()
     if any(map(is_span_corpus, config.data.paths)):
         return _open_corpus(config, tokenizer, rows)
     if tokenizer.eos_id is None:

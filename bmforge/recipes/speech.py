@@ -12,8 +12,7 @@ from bmforge.models.hub import find_model
 from bmforge.parallel import World
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.inputs.transcripts import Transcripts, find_prefix, read_transcripts
-from bmforge.recipes.run import RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.start import check_length
+from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
 
 __all__ = ["SpeechConfig", "SpeechData", "train_speech"]
 
@@ -49,7 +48,7 @@ class SpeechConfig(RunConfig):
     data: SpeechData = field(default_factory=SpeechData)
 
 
-def train_speech(config: Any) -> RunResult:
+def train_speech(config: Any, launch: Launch = run_recipe) -> RunResult:
     """Run or resume fine-tuning on transcribed audio.
 
     Args:
@@ -58,13 +57,11 @@ def train_speech(config: Any) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return run_recipe(config, _open_data, head="speech_to_text")
+    return launch(config, _open_data, head="speech_to_text")
 
 
 def _open_data(config: Any, rows: World) -> TrainingData:
     data = config.data
-    data.check()
-    check_length(config)
     if data.split or data.tokenizer is not None:
         name = "split" if data.split else "tokenizer"
         raise ConfigError(f"data.{name} has no effect on transcribed audio. Leave it out.")

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import CheckpointError, ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.models import Model
 from bmforge.models.changes import Change
@@ -29,7 +29,7 @@ from bmforge.models.hub import (
     names_directory,
 )
 from bmforge.models.resolve import find_neighbors
-from bmforge.models.tensor_matching import find_missing_head, resolve_tie
+from bmforge.models.tensor_matching import find_missing_head, match_sources, resolve_tie
 from bmforge.models.traits import Traits
 
 __all__ = [
@@ -254,21 +254,34 @@ def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
         needs: required fields and values, such as the head.
 
     Raises:
-        ConfigError: the family does not have the required head; or the initial model does not have
-            it, and `new_head` is off.
+        ConfigError: the family does not have the required head; the initial model does not have
+            it, and `new_head` is off; or its weights do not have the sizes of `model`.
+        CheckpointError: weights are missing or unknown.
     """
     model = config.model
+    changed = [name for name in config.model_changes or () if name not in needs]
     missing = {name: value for name, value in needs.items() if getattr(model, name) != value}
     if missing:
         names = config.model_changes
         if config.init_from is not None:
             names = tuple(sorted({*(names or ()), *missing}))
         config = dataclasses.replace(config, model=model.replace(**missing), model_changes=names)
-    if config.init_from is None or config.new_head:
+    if config.init_from is None:
         return config
-    family = family_of(config.model)
-    described = family.from_config(config.model, device="meta")
-    lacking = find_missing_head(described, find_model(config.init_from))
+    files = WeightFiles(find_model(config.init_from))
+    sizes = config.model.replace(raw=read_config_file(files.directory))
+    described = family_of(sizes).from_config(sizes, device="meta")
+    try:
+        match_sources(described, files, new_head=True)
+    except CheckpointError as error:
+        if not changed:
+            raise
+        values = ", ".join(f"model.{name}={getattr(sizes, name)!r}" for name in changed)
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. The run changes the sizes of {config.init_from!r} "
+            f"({values}). Leave these options out."
+        ) from error
+    lacking = [] if config.new_head else find_missing_head(described, files)
     if lacking:
         raise ConfigError(
             f"{config.init_from!r} has no head {config.model.head!r}, which this task trains: "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from bmforge.align.policy import Policy
@@ -15,10 +14,8 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.hub import find_model
 from bmforge.models.tensor_matching import find_missing_head
-from bmforge.parallel import World, mesh_of
-from bmforge.recipes.adapters import attach_adapter
-from bmforge.recipes.base_weights import quantize_base_, quantizes_base_on_load, store_frozen_
-from bmforge.recipes.build import build_model
+from bmforge.parallel import World, joined_world, mesh_of
+from bmforge.recipes.build import build_model, describe_model
 from bmforge.recipes.start import family_of, find_start, traits_of
 
 __all__ = ["check_value", "describe_value_model", "open_value"]
@@ -48,6 +45,7 @@ def check_value(config: Any, policy: Policy) -> None:
                 f"{option} does not work with a value model (rl.advantage=gae). Leave it out, or "
                 "choose a method without a value model, such as --method grpo."
             )
+    _value_config(config)
 
 
 def open_value(config: Any, policy: Any) -> ValueTrainer:
@@ -61,9 +59,8 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
     """
     own = _value_config(config)
     device = next(policy.parameters()).device
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh: Any = mesh_of(policy)
-    model, _, _ = build_model(own, World(rank, size, device), mesh)
+    model, _, _ = build_model(own, joined_world(World(0, 1, device)), mesh)
     get_logger().info(
         "value model: %s from %s, %d parameters, on %s; learning rate %g",
         type(model).__name__,
@@ -77,13 +74,7 @@ def open_value(config: Any, policy: Any) -> ValueTrainer:
 
 def describe_value_model(config: Any) -> nn.Module:
     """Build a run's value model, with its adapter, on the meta device, to estimate its memory."""
-    own = _value_config(config)
-    model = family_of(own.model).from_config(own.model, device="meta")
-    if quantizes_base_on_load(own):
-        quantize_base_(model, own.base_dtype)
-    attach_adapter(model, own)
-    store_frozen_(model, own)
-    return model
+    return describe_model(_value_config(config))
 
 
 def _value_config(config: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bmforge.cli import main
+from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task
 from bmforge.config import config_to_dict
 from bmforge.data import TokenStoreWriter
 from bmforge.data.tasks import TASKS as PUBLISHED
@@ -253,3 +254,19 @@ def test_a_missing_head_is_said_before_anything_is_read(
     assert main([*words, "--new-head"]) == 2
     assert "BoolQ has no file for the split 'train'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_help_of_a_task_lists_options_that_it_has(task: str) -> None:
+    """Of every implementation; the groups are not empty."""
+    rows = [line.split()[0] for line in describe_task(task).splitlines() if line.startswith("  --")]
+    fields = {
+        SHORT_NAMES.get(row, row)[2:].replace("-", "_") for row in rows if row not in SWITCHES
+    }
+    assert len(rows) - len(fields) == len(SWITCHES) - 2  # --world, --help-all
+    for form in TASKS[task].forms:
+        for name in fields:
+            config = form.config()
+            for part in name.split("."):
+                assert hasattr(config, part), (name, form.config)
+                config = getattr(config, part)

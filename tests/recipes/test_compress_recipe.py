@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,41 @@ def test_recipes_that_cannot_be(
             )
         assert main(command(start, recipe, out)) != 0
         assert said in capsys.readouterr().err, said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("layout", {"tp": 2}, "tp=2"),
+        ("adapter", {"kind": "lora"}, "a compression phase trains the whole model"),
+        ("train", {"schedule": {"decay_steps": 1}}, "schedule.decay_steps=1 has no effect"),
+        ("train", {"disable_dropout": True}, "train.disable_dropout=True"),
+        ("loss_scale", {"init_scale": 8.0}, "loss_scale has no effect"),
+        ("data", {"paths": ["no-such-store"]}, "no-such-store"),
+        ("data", {"micro_batch_size": 0}, "data.micro_batch_size=0"),
+    ],
+)
+def test_options_of_a_training_phase_are_checked_before(
+    field: str,
+    value: dict[str, object],
+    words: str,
+    start: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the dry run with the same sentence; no phase begins."""
+    file, out = write_recipe(start, tmp_path, {"weights": 1}), tmp_path / "small"
+    recipe = tomllib.loads(file.read_text())
+    recipe["run"][field] = {**recipe["run"].get(field, {}), **value}
+    file.write_text(tomli_w.dumps(recipe))
+    errors = []
+    for more in (("--dry-run",), ()):
+        assert main(command(start, file, out, *more)) == 2
+        shown = capsys.readouterr().err.splitlines()
+        errors.append([line for line in shown if line.startswith("error:")])
+    assert errors[0] == errors[1]
+    assert words in errors[0][0]
+    assert not (out / "phases").exists() or field == "data"
 
 
 def test_widths_of_a_target_are_checked_before(

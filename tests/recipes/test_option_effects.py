@@ -2,7 +2,8 @@
 
 A new option fails `test_every_option_is_listed` until it has a value in `VALUES`, with which a tiny
 run must differ from the run without it or be refused with the option's name, or a reason in
-`WITHOUT_EFFECT` why one tiny run on one process cannot show its effect.
+`WITHOUT_EFFECT` why one tiny run on one process cannot show its effect. The dry run refuses the
+same options with the same sentence.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from test_rl_runs import REWARD, write_model
 from bmforge.errors import BmforgeError
 from bmforge.models.changes import Change
 from bmforge.recipes.registry import find_recipe
+from bmforge.recipes.run import check_recipe
 from bmforge.train import read_metrics
 
 TASKS = ("rl", "distill", "preferences", "reward")
@@ -195,6 +198,9 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 
 
+DRY_RUN = partial(check_recipe, processes=1)
+
+
 def find_options(config: Any, prefix: str = "") -> Iterator[str]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -282,6 +288,17 @@ def digest_run(place: Path, task: str, config: Any) -> str:
     return digest.hexdigest()
 
 
+def dry_run(place: Path, task: str, config: Any) -> str:
+    """The error of a dry run, which writes nothing; "" without an error."""
+    message = ""
+    try:
+        find_recipe(task, str(place / "model"), None, None).run(config, DRY_RUN)
+    except BmforgeError as error:
+        message = str(error)
+    assert not config.run_dir.exists()
+    return message
+
+
 @pytest.fixture(scope="module")
 def plain(place: Path) -> dict[str, str]:
     return {task: digest_run(place, task, make_config(place, task, "plain")) for task in TASKS}
@@ -308,12 +325,14 @@ def test_an_option_changes_the_run_or_is_refused_by_name(
 ) -> None:
     if value == ("HELD_OUT",):
         value = (str(place / "held.jsonl"),)
-    refused = ""
+    refused, foreseen = "", None
     try:
         config = set_option(make_config(place, task, name), name, value)
+        foreseen = dry_run(place, task, config)
         found = digest_run(place, task, config)
     except BmforgeError as error:
         refused, found = str(error), ""
     assert found != plain[task]
+    assert foreseen in (refused, None)  # None: refused before the recipe is called
     assert refused or name not in REFUSED
     assert not refused or MESSAGES.get(name, name.rpartition(".")[2]) in refused

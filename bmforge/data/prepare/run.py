@@ -14,26 +14,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bmforge.config import ungrouped_values
 from bmforge.data.clean.license import check_places
 from bmforge.data.prepare.barriers import SORT_BYTES
 from bmforge.data.prepare.disk_space import check_disk_space
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
-from bmforge.data.prepare.earlier_corpora import INDEX, open_earlier, write_earlier
-from bmforge.data.prepare.encode import DUPLICATE, SIDES
+from bmforge.data.prepare.earlier_corpora import open_earlier, write_earlier
+from bmforge.data.prepare.encode import DUPLICATE
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
-from bmforge.data.prepare.join import STORE_NAME, join_stores
+from bmforge.data.prepare.join import join_stores
 from bmforge.data.prepare.journal import Journal
 from bmforge.data.prepare.near import NEAR_DUPLICATE, dedup_config
+from bmforge.data.prepare.output_checks import (
+    DROPPED,
+    PATTERNS,
+    TOKENIZER,
+    WORK_NAME,
+    check_free,
+    check_output,
+    step_names,
+)
 from bmforge.data.prepare.outputs import read_outputs
 from bmforge.data.prepare.record import (
     RECORD_NAME,
     PrepareConfig,
     PrepareReport,
-    read_record,
     write_record,
 )
-from bmforge.data.prepare.shards import InputFile, ShardPlan, plan_shards
+from bmforge.data.prepare.shards import ShardPlan, plan_shards
 from bmforge.data.prepare.spans import REPEATED, check_spans
 from bmforge.data.prepare.split import check_fraction
 from bmforge.data.prepare.stages import StageState, make_keys, run_stages, stage_states
@@ -44,22 +51,15 @@ from bmforge.data.sources.encoding import check_encoding
 from bmforge.data.sources.files import list_files
 from bmforge.data.sources.standard_input import keep_standard_input
 from bmforge.data.sources.unsupported_files import check_unread
-from bmforge.data.store.sharded import open_store
-from bmforge.errors import ConfigError, DataError
-from bmforge.files import check_place
+from bmforge.errors import ConfigError
 from bmforge.prepare_settings import BpeConfig
 from bmforge.tokenizers import Tokenizer
 
 __all__ = ["Paths", "plan_work", "prepare", "show_preparation", "work_dir"]
 
-_WORK_NAME = "preparing.tmp"
 _FINISHED = "finished"  # subfolder of the work directory until the corpus is moved
-_DROPPED = "dropped.jsonl"
 _OLD_REPORT = "report.html"  # report of an earlier corpus
 _LEAST_MEMORY_BYTES = 1 << 29
-_TOKENIZER = "tokenizer"  # folder of the stores, which depend on the tokenizer
-_STORES = tuple(f"{side}/{STORE_NAME}.*" for side in SIDES)
-_PATTERNS = (f"{_TOKENIZER}/*", f"{INDEX}/*.*", f"{INDEX}/*/*", *_STORES)
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -91,12 +91,10 @@ def prepare(
     """
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
-    _check_settings(out_dir, config)
+    _check_settings(out_dir, config, overwrite)
     out = Path(out_dir)
-    if not overwrite and not (out / RECORD_NAME).exists():
-        _check_free(out)
     is_new = not out.exists()
-    with keep_standard_input(inputs, out / _WORK_NAME) as named:
+    with keep_standard_input(inputs, out / WORK_NAME) as named:
         return _prepare(named, out, config, all_steps, overwrite, is_new)
 
 
@@ -108,17 +106,12 @@ def _prepare(
     overwrite: bool,
     is_new: bool,
 ) -> PrepareReport:
-    files = _list_inputs(inputs, config)
-    if not overwrite and (out / RECORD_NAME).exists():
-        report, recorded = read_record(out)
-        now = plan_shards(files, config.execution.shard_bytes, recorded=recorded).inputs
-        _check_same(report, recorded, config, now, all_steps)
-        _remove_finished_work(out / _WORK_NAME, report.config.execution.keep_stages)
-        return report
-    check_place(out, "out_dir")
+    files, work = _list_inputs(inputs, config), out / WORK_NAME
+    finished = check_output(files, out, config, all_steps, overwrite)
+    if finished is not None:
+        _remove_finished_work(work, finished.config.execution.keep_stages)
+        return finished
     tokenizer = _open_tokenizer(config)
-    work = out / _WORK_NAME
-    check_disk_space(files, out, work)
     with Journal(work) as journal:
         try:
             plan = plan_shards(files, config.execution.shard_bytes, work)
@@ -152,13 +145,18 @@ def show_preparation(
     out_dir: str | os.PathLike[str],
     config: PrepareConfig | None = None,
     steps: Sequence[DocumentStage] = (),
+    overwrite: bool = True,
 ) -> list[StageState]:
-    """Return the progress of each stage that `prepare` would run; nothing is written."""
+    """Return the progress of each stage that `prepare` would run; nothing is written.
+
+    Raises:
+        BmforgeError: as `prepare` with the same `overwrite`, before it begins.
+    """
     config = config or PrepareConfig()
     all_steps = choose_steps(config, steps)
-    _check_settings(out_dir, config)
-    files = _list_inputs(inputs, config)
-    work = Path(out_dir) / _WORK_NAME
+    _check_settings(out_dir, config, overwrite)
+    files, work = _list_inputs(inputs, config), Path(out_dir) / WORK_NAME
+    check_output(files, Path(out_dir), config, all_steps, overwrite)
     plan = plan_shards(files, config.execution.shard_bytes)
     keys = make_keys(plan, config, all_steps, _open_tokenizer(config))
     with Journal(work, for_reading=True) as journal:
@@ -167,7 +165,7 @@ def show_preparation(
 
 def work_dir(out_dir: str | os.PathLike[str]) -> Path:
     """Return the work directory of a `prepare` run, which is removed when the run is finished."""
-    return Path(out_dir) / _WORK_NAME
+    return Path(out_dir) / WORK_NAME
 
 
 def plan_work(
@@ -196,10 +194,15 @@ def plan_work(
     )
 
 
-def _check_settings(out_dir: str | os.PathLike[str], config: PrepareConfig) -> None:
+def _check_settings(
+    out_dir: str | os.PathLike[str], config: PrepareConfig, overwrite: bool = True
+) -> None:
     """Raise `ConfigError` for invalid settings before any input is read."""
-    if Path(out_dir).exists() and not Path(out_dir).is_dir():
+    out = Path(out_dir)
+    if out.exists() and not out.is_dir():
         raise ConfigError(f"out_dir={str(out_dir)!r} is a file. Choose a directory.")
+    if not overwrite and not (out / RECORD_NAME).exists():
+        check_free(out)
     workers, memory_bytes = config.execution.workers, config.execution.worker_memory_bytes
     if workers < 0:
         raise ConfigError(f"workers={workers} must be at least 0.")
@@ -236,67 +239,6 @@ def _open_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _check_same(
-    report: PrepareReport,
-    recorded: list[InputFile],
-    config: PrepareConfig,
-    now: list[InputFile],
-    steps: Sequence[DocumentStage],
-) -> None:
-    """Check that a finished corpus is the one that was requested, and that its stores are intact.
-
-    Raises:
-        ConfigError: the corpus was prepared with settings, steps or inputs that differ from the
-            requested ones.
-        DataError: a token store does not have the recorded number of tokens.
-    """
-    was, requested = (
-        ungrouped_values(replace(c, execution=config.execution)) for c in (report.config, config)
-    )
-    changes = [
-        f"{k}={was[k]!r} in that corpus, {v!r} now" for k, v in requested.items() if was[k] != v
-    ]
-    if report.steps != _step_names(steps):
-        changes.append(f"the steps are {report.steps} in that corpus, {_step_names(steps)} now")
-    if [f.digest for f in recorded] != [f.digest for f in now]:
-        recorded_names, current_names = (
-            [Path(f.path).name for f in files][:4] for files in (recorded, now)
-        )
-        changes.append(
-            f"other input text ({len(recorded)} files {recorded_names}, now {len(now)} "
-            f"{current_names})"
-        )
-    if changes:
-        raise ConfigError(
-            f"out_dir={str(report.out_dir)!r} contains a corpus that was prepared with "
-            f"other options: {'; '.join(changes)}. Choose another directory, or start "
-            "over with overwrite=True (--overwrite)."
-        )
-    splits = ((report.train_prefix, report.train), (report.validation_prefix, report.validation))
-    for prefix, count in splits:
-        if prefix is not None and open_store(prefix).num_tokens != count.tokens:
-            raise DataError(
-                f"token store {str(prefix)!r} has {open_store(prefix).num_tokens} tokens, but "
-                f"{RECORD_NAME} lists {count.tokens}. Prepare the corpus again with "
-                "overwrite=True (--overwrite)."
-            )
-
-
-def _check_free(out: Path) -> None:
-    """Raise `ConfigError` if the directory has files other than those of an interrupted run."""
-    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    own_names = {_WORK_NAME, _TOKENIZER, _DROPPED, INDEX, *SIDES}
-    if _WORK_NAME in names and own_names.issuperset(names):
-        return  # an interrupted run
-    if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise ConfigError(
-            f"out_dir={str(out)!r} contains {', '.join(names[:4])}{more} but no {RECORD_NAME}. "
-            "Choose a new or empty directory, or set overwrite=True "
-            f"(--overwrite), which replaces {', '.join(_PATTERNS)} and keeps other files."
-        )
-
-
 def _finish(
     plan: ShardPlan,
     results: dict[str, list[Any]],
@@ -307,8 +249,8 @@ def _finish(
     """Combine the shards' results in a temporary directory, and return the report."""
     finished = journal.work / _FINISHED
     shutil.rmtree(finished, ignore_errors=True)
-    shutil.copytree(journal.folder("tokenizer"), finished / _TOKENIZER)
-    tokenizer = load_tokenizer(finished / _TOKENIZER)
+    shutil.copytree(journal.folder("tokenizer"), finished / TOKENIZER)
+    tokenizer = load_tokenizer(finished / TOKENIZER)
     funnel, summary = _sum_up(results)
     counts, cuts = join_stores(
         plan, results["encode"], journal.folder("encode"), finished, config.files.join_stores
@@ -329,7 +271,7 @@ def _finish(
         train=counts["train"],
         validation=counts["validation"],
         funnel=funnel,
-        steps=_step_names(steps),
+        steps=step_names(steps),
         summary=summary.shortened(),
         outputs=tuple(read_outputs(finished, cuts)),
     )
@@ -365,7 +307,7 @@ def _join_dropped(
             if int(path.name.partition(".")[0]) < len(results[stage]):
                 dropped.add_lines(path.read_text("utf-8"))
     if lines := dropped.lines():
-        (finished / _DROPPED).write_text(lines, "utf-8", newline="\n")
+        (finished / DROPPED).write_text(lines, "utf-8", newline="\n")
 
 
 def _keep_index(
@@ -378,15 +320,11 @@ def _keep_index(
     write_earlier(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
 
 
-def _step_names(steps: Sequence[DocumentStage]) -> tuple[str, ...]:
-    return tuple(f"{step.name} {step.version}" for step in steps)
-
-
 def _move_into_place(work: Path, out: Path) -> None:
     """Move the finished files from `work` to their final location, the record last."""
-    for name in (RECORD_NAME, *_files(out), _DROPPED, _OLD_REPORT):
+    for name in (RECORD_NAME, *_files(out), DROPPED, _OLD_REPORT):
         (out / name).unlink(missing_ok=True)
-    for name in (*_files(work), _DROPPED, RECORD_NAME):
+    for name in (*_files(work), DROPPED, RECORD_NAME):
         if (work / name).exists():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).replace(out / name)
@@ -394,5 +332,5 @@ def _move_into_place(work: Path, out: Path) -> None:
 
 def _files(folder: Path) -> list[str]:
     """Return the relative names of the files in `folder` that belong to a prepared corpus."""
-    paths = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
+    paths = (path for pattern in PATTERNS for path in sorted(folder.glob(pattern)))
     return [path.relative_to(folder).as_posix() for path in paths]
