@@ -240,7 +240,7 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResultBlock):
-            text = _text(block.content)
+            text = _result_text(block)
             converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
             arguments = json.dumps(block.input, ensure_ascii=False)
@@ -254,6 +254,18 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
         own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         converted.append(own)
     return converted
+
+
+def _result_text(block: ToolResultBlock) -> str:
+    """Return the text of a tool result.
+
+    Chat templates have no field for failed calls, so the text of a failure begins with "Error: "
+    unless it begins with "error" in any case, as messages of exceptions often do.
+    """
+    text = _text(block.content)
+    if not block.is_error or text.lower().startswith("error"):
+        return text
+    return f"Error: {text}" if text else "Error"
 
 
 def _tools(body: CountRequest) -> dict[str, Any]:
