@@ -95,9 +95,7 @@ async def decode(client: httpx.AsyncClient, url: str, tokens: int) -> None:
         response.raise_for_status()
 
 
-async def measure(
-    process: subprocess.Popen[bytes], url: str, options: argparse.Namespace
-) -> None:
+async def measure(process: subprocess.Popen[bytes], url: str, options: argparse.Namespace) -> None:
     """Print a row for every endpoint and number of requests."""
     counts = options.counts
     limits = httpx.Limits(max_connections=max(counts) + options.decoding + 8)

@@ -65,7 +65,8 @@ def framing_cases() -> Iterator[Case]:
         "extension with quotes": (head + CHUNKED + b"\r\n" + chunk(BODY, b';a="b;c"') + END, False),
         "extension of 60 KB": (head + CHUNKED + b"\r\n" + chunk(BODY, b";a=" + b"b" * 60_000) + END,
                                False),
-        "extension with a line feed": (head + CHUNKED + b"\r\n" + chunk(BODY, b";a\nb") + END, True),
+        "extension with a line feed": (head + CHUNKED + b"\r\n" + chunk(BODY, b";a\nb") + END,
+                                       True),
         "trailer": (head + CHUNKED + b"Trailer: X\r\n\r\n" + chunk(BODY) + b"0\r\nX: a\r\n\r\n",
                     False),
         "trailer with a length": (head + CHUNKED + b"\r\n" + chunk(BODY)

@@ -125,7 +125,7 @@ def test_one_caller_with_rows_of_any_length() -> None:
 
 
 def test_texts_of_one_request_share_passes() -> None:
-    """Texts of equal length share passes of at most max_tokens tokens; other callers have their own."""
+    """Texts of equal length share passes up to a number of tokens; other callers' do not."""
     model = encoder("bert")
     texts = [[number, *row] for row in ([3, 5], [7] * 39) for number in range(40)]
     with Engine(model) as engine:
