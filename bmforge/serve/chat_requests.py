@@ -29,6 +29,7 @@ from bmforge.serve.engine_options import (
 )
 from bmforge.serve.errors import RequestError, overloaded
 from bmforge.serve.live_requests import LiveRequest
+from bmforge.serve.media import fetch_images
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import JoinedAnswer
 from bmforge.serve.request_runner import start, whole_answers
@@ -118,7 +119,7 @@ async def open_chat(body: ChatRequest, request: Request) -> RunningChat:
             await serving.rules.check(rule, client_of(request), "tools" if tools.rule else None)
             # An optional tool call replaces the text that the constraint applies to.
             rule = replace(rule, free_after=call_starts(tools, engine.tokenizer))
-        prompt = await serving.tokenize(partial(serving.prompter.write, body, tools))
+        prompt = await _write_prompt(body, tools, serving)
         most = longest_answer(body.most_tokens, len(prompt.ids), engine, config.limits)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         options = await serving.tokenize(
@@ -147,7 +148,14 @@ async def read_prompt(body: ChatRequest, request: Request) -> EncodedPrompt:
     served = serving.find(body.model, "chat")
     tools = await _check(body, serving)
     with serving.admit(request, served):
-        return await serving.tokenize(partial(serving.prompter.write, body, tools))
+        return await _write_prompt(body, tools, serving)
+
+
+async def _write_prompt(body: ChatRequest, tools: ToolUse, serving: Serving) -> EncodedPrompt:
+    """Build the prompt of a chat request; images at allowed URLs are fetched first."""
+    if serving.prompter.processor is not None:  # models of text refuse images without fetching them
+        body = await fetch_images(body, serving.media)
+    return await serving.tokenize(partial(serving.prompter.write, body, tools))
 
 
 def find_span(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> ReasoningSpan | None:
