@@ -1,19 +1,26 @@
 """Memory and health-check latency of a server that refuses large prompts.
 
     python -m benchmarks.serving.large_prompts MODEL [--context 1024] [--counts 1 16 64]
+        [--decoding 8]
 
 Starts `bmforge serve`, and sends COUNT prompts of 2 MB or conversations of 3,000 messages at once.
 Prints the peak growth of the resident memory, and the latency of `/health` before and during the
 requests. A process of its own checks the health, on a new connection each time: in the process that
-sends the prompts, the checks would also wait for that process. Linux only.
+sends the prompts, the checks would also wait for that process. With `--decoding`, that many answers
+are generated all the time. Linux only.
+
+The last column is the latency without the time in which the server's event loop or the checking
+process waits for a core, which depends on the other jobs of the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import json
 import multiprocessing
+import os
 import socket
 import subprocess
 import sys
@@ -51,26 +58,47 @@ async def latency_ms(client: httpx.AsyncClient, url: str) -> float:
     return 1000 * (time.perf_counter() - begin)
 
 
-def check_health(url: str, pipe: Connection) -> None:
-    """Measure health checks until a message arrives; send their latencies in milliseconds."""
-    address, latencies_ms = urlsplit(url), []
+def core_wait_ms(pid: int) -> float:
+    """Return the time in ms that a process's main thread was runnable, but had no core."""
+    fields = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+    return int(fields[1]) / 1e6
+
+
+def check_health(url: str, pid: int, pipe: Connection) -> None:
+    """Measure health checks until a message arrives.
+
+    Sends the latencies in milliseconds, and the same without the waits for a core.
+    """
+    address, latencies_ms, own_ms = urlsplit(url), [], []
     pipe.send("started")
     while not pipe.poll(0.01):
+        waited_ms = core_wait_ms(pid) + core_wait_ms(os.getpid())
         begin = time.perf_counter()
         connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=300)
         connection.request("GET", "/health")
         response = connection.getresponse()
         response.read()
         latencies_ms.append(1000 * (time.perf_counter() - begin))
+        waited_ms = core_wait_ms(pid) + core_wait_ms(os.getpid()) - waited_ms
+        own_ms.append(max(0.0, latencies_ms[-1] - waited_ms))
         connection.close()
         if response.status != 200:
             raise RuntimeError(f"/health answered with status {response.status}.")
-    pipe.send(latencies_ms)
+    pipe.send((latencies_ms, own_ms))
 
 
-async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int]) -> None:
+async def decode(client: httpx.AsyncClient, url: str, tokens: int) -> None:
+    """Generate answers one after the other, until the task is cancelled."""
+    fields = {"prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    while True:
+        response = await client.post(f"{url}/v1/completions", json={"model": "served", **fields})
+        response.raise_for_status()
+
+
+async def measure(process: subprocess.Popen[bytes], url: str, options: argparse.Namespace) -> None:
     """Print a row for every endpoint and number of requests."""
-    limits = httpx.Limits(max_connections=max(counts) + 8)
+    counts = options.counts
+    limits = httpx.Limits(max_connections=max(counts) + options.decoding + 8)
     async with httpx.AsyncClient(timeout=300, limits=limits) as client:
         while True:
             try:
@@ -80,13 +108,23 @@ async def measure(process: subprocess.Popen[bytes], url: str, counts: list[int])
                 if process.poll() is not None:
                     raise RuntimeError("The server has ended. Its error is above.") from None
                 await asyncio.sleep(0.3)
-        print("| endpoint | requests | status | MiB | /health before | during: median, maximum |")
-        print("|---|---|---|---|---|---|")
+        answers = [
+            asyncio.create_task(decode(client, url, options.context // 2))
+            for _ in range(options.decoding)
+        ]
+        print("| endpoint | requests | status | MiB | /health before | during: median, maximum "
+              "| without waits for a core |")  # fmt: skip
+        print("|---|---|---|---|---|---|---|")
         for name, path, fields in BODIES:
             data = json.dumps({"model": "served", **fields}).encode()
             for count in counts:
                 row = await measure_row(process, client, f"{url}/v1/{path}", data, count)
                 print(f"| {name} {row}", flush=True)
+        failed = [task.exception() for task in answers if task.done()]
+        if failed:
+            raise RuntimeError(f"{len(failed)} streams have ended: {failed[0]!r}.")
+        for task in answers:
+            task.cancel()
 
 
 async def measure_row(
@@ -104,20 +142,21 @@ async def measure_row(
     headers = {"content-type": "application/json"}
     spawn = multiprocessing.get_context("spawn")
     pipe, far_end = spawn.Pipe()
-    checker = spawn.Process(target=check_health, args=(server, far_end), daemon=True)
+    checker = spawn.Process(target=check_health, args=(server, process.pid, far_end), daemon=True)
     checker.start()
     far_end.close()  # an error of the checker ends the wait for its message
     await asyncio.to_thread(pipe.recv)
     posts = (client.post(url, content=data, headers=headers) for _ in range(count))
     responses = await asyncio.gather(*posts)
     pipe.send("finished")
-    during_ms = sorted(await asyncio.to_thread(pipe.recv))
+    during_ms, own_ms = map(sorted, await asyncio.to_thread(pipe.recv))
     checker.join()
     growth = memory(process)["VmHWM"] - before
     status = {response.status_code for response in responses}
     return (
         f"| {count} | {status} | {growth:.1f} | {alone[15]:.0f} ms | "
-        f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms |"
+        f"{during_ms[(len(during_ms) - 1) // 2]:.0f} ms, {during_ms[-1]:.0f} ms | "
+        f"{own_ms[(len(own_ms) - 1) // 2]:.0f} ms, {own_ms[-1]:.0f} ms |"
     )
 
 
@@ -127,6 +166,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--decoding", type=int, default=0, help="number of running answers")
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -135,7 +175,7 @@ def main() -> None:
     command += ["--name", "served", "--context", str(options.context), "--no-log-requests"]
     with subprocess.Popen(command) as process:
         try:
-            asyncio.run(measure(process, f"http://127.0.0.1:{port}", options.counts))
+            asyncio.run(measure(process, f"http://127.0.0.1:{port}", options))
         finally:
             process.terminate()
 

@@ -38,6 +38,7 @@ from bmforge.recipes.start import change_model, traits_of
 from bmforge.recipes.task_prompts import (
     EncodedClasses,
     EncodedOptions,
+    EncodedQuestions,
     EncodedTask,
     count_classes,
 )

@@ -120,6 +120,11 @@ def _check(
             f"embedding_name={config.embedding_name!r} has no effect without an "
             "embedding model. Pass embedder= (--embedding-model), or leave embedding_name out."
         )
+    if config.access.allowed_media_domains and not engine.model.takes_images:
+        raise ConfigError(
+            f"allowed_media_domains={list(config.access.allowed_media_domains)} has no effect, "
+            "because the model supports only text. Leave the option out."
+        )
     if not config.access.allow_runtime_lora_updating:
         return
     if not admin:

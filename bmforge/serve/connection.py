@@ -126,6 +126,9 @@ class DeadlineProtocol(H11Protocol):
         if self._has_whole_request() and self.cycle.scope["http_version"] == "1.1":
             self._probe()
             return True
+        is_cut = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        if is_cut and not self._has_whole_request():
+            self._reject(400, "the request was not complete when the client stopped sending.")
         return False
 
     def _probe(self) -> None:

@@ -99,6 +99,12 @@ class Gate:
                 "one of them.",
                 headers={"connection": "close"},
             )
+        if version == "1.0" and "transfer-encoding" in headers:
+            raise RequestError(
+                "transfer-encoding cannot be used in HTTP/1.0. Send content-length, or use "
+                "HTTP/1.1.",
+                headers={"connection": "close"},
+            )
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_HEAD_BYTES:
             raise RequestError(

@@ -34,11 +34,18 @@ class Base64Source(Strict):
     data: str
 
 
+class URLSource(Strict):
+    """URL of an image, which is fetched if its domain is allowed."""
+
+    type: Literal["url"]
+    url: str
+
+
 class ImageBlock(SentBack):
     """Image in a message of the user."""
 
     type: Literal["image"]
-    source: Base64Source
+    source: Annotated[Base64Source | URLSource, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
@@ -235,12 +242,11 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
         if isinstance(block, TextBlock):
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block, ImageBlock):
-            uri = f"data:{block.source.media_type};base64,{block.source.data}"
-            parts.append({"type": "image_url", "image_url": {"url": uri}})
+            parts.append({"type": "image_url", "image_url": {"url": _image_url(block.source)}})
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolResultBlock):
-            text = _text(block.content)
+            text = _result_text(block)
             converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
             arguments = json.dumps(block.input, ensure_ascii=False)
@@ -254,6 +260,24 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
         own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
         converted.append(own)
     return converted
+
+
+def _image_url(source: Base64Source | URLSource) -> str:
+    if isinstance(source, URLSource):
+        return source.url
+    return f"data:{source.media_type};base64,{source.data}"
+
+
+def _result_text(block: ToolResultBlock) -> str:
+    """Return the text of a tool result.
+
+    Chat templates have no field for failed calls, so the text of a failure begins with "Error: "
+    unless it begins with "error" in any case, as messages of exceptions often do.
+    """
+    text = _text(block.content)
+    if not block.is_error or text.lower().startswith("error"):
+        return text
+    return f"Error: {text}" if text else "Error"
 
 
 def _tools(body: CountRequest) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from bmforge.serve.conversation import Prompter
 from bmforge.serve.errors import RequestError
 from bmforge.serve.limits import Admission
 from bmforge.serve.live_requests import LiveRequest, LiveRequests
+from bmforge.serve.media import MediaFetcher
 from bmforge.serve.metrics import Metrics
 from bmforge.serve.rules import RuleChecker
 from bmforge.serve.settings import ServeConfig
@@ -122,6 +123,7 @@ class Serving:
         self.transcriber = _open_transcriber(self.directory) if has_audio else None
         self.prompter = Prompter(self.main.engine, self.directory, self.config)
         self.rules = RuleChecker(self.config.schema)
+        self.media = MediaFetcher(self.config)
         self.admission = Admission(self.config)
         self.bodies = BodyBudget(_BODIES * self.config.body.max_body_bytes)
         # Tokenizing uses a core per thread; more threads would only need more memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ __all__ = [
     "ServeConfig",
     "TimeoutConfig",
     "is_loopback",
+    "split_domain",
 ]
 
 ToolCallParser = Literal[
@@ -32,6 +34,7 @@ ToolCallParser = Literal[
 KEYS_VARIABLE = "BMFORGE_API_KEYS"
 ADMIN_VARIABLE = "BMFORGE_ADMIN_KEY"
 MAX_HEAD_BYTES = 16 << 10
+_HOST = re.compile(r"[a-z0-9:._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,9 @@ class AccessConfig:
         allow_runtime_lora_updating: allow clients with the admin key (environment variable
             BMFORGE_ADMIN_KEY) to load and unload adapters with /v1/load_lora_adapter and
             /v1/unload_lora_adapter.
+        allowed_media_domains: hosts from which images are fetched if a message has their URL,
+            such as upload.wikimedia.org or 10.0.0.5:8080; without a port, ports 80 and 443 are
+            allowed, and a name must have public addresses (default: none).
     """
 
     keys_file: Path | None = None
@@ -56,6 +62,7 @@ class AccessConfig:
     allow_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allow_runtime_lora_updating: bool = False
+    allowed_media_domains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,7 @@ class TimeoutConfig:
         idle_s: time in seconds after which an idle connection is closed.
         send_s: time in seconds after which a client that reads nothing is disconnected.
         request_s: time limit in seconds of a request; then the answer is cut off.
+        media_s: time limit in seconds for fetching the images that a request names by URL.
     """
 
     grace_s: float = 20.0
@@ -95,6 +103,7 @@ class TimeoutConfig:
     idle_s: float = 15.0
     send_s: float = 30.0
     request_s: float = 600.0
+    media_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +140,7 @@ class RequestLimits:
         max_tools: maximum number of tools per request.
         max_images: maximum number of images per request; max_body_bytes limits their size.
         max_image_pixels: maximum number of pixels of an image.
+        max_media_bytes: maximum total size in bytes of the images that a request names by URL.
     """
 
     max_prompt_tokens: int | None = None
@@ -145,6 +155,7 @@ class RequestLimits:
     max_tools: int = 64
     max_images: int = 8
     max_image_pixels: int = 1 << 24
+    max_media_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +287,14 @@ class ServeConfig:
                     f"allowed_origins={origin!r} must be an origin, such as "
                     "https://chat.example.org, or *"
                 )
+        for domain in self.access.allowed_media_domains:
+            try:
+                split_domain(domain)
+            except ValueError:
+                problems.append(
+                    f"allowed_media_domains={domain!r} must be a host, such as "
+                    "upload.wikimedia.org or 10.0.0.5:8080"
+                )
         return problems
 
 
@@ -283,6 +302,19 @@ def _is_origin(text: str) -> bool:
     """Return True if a string is an origin: scheme, host and port, without a path."""
     parts = urlsplit(text)
     return parts.scheme in ("http", "https") and text == f"{parts.scheme}://{parts.netloc}"
+
+
+def split_domain(text: str) -> tuple[str, int | None]:
+    """Split an entry of `allowed_media_domains` into the host and the port (None if missing).
+
+    Raises:
+        ValueError: the text is not a host with an optional port.
+    """
+    parts = urlsplit(f"//{text}")
+    host = (parts.hostname or "").encode("idna").decode().rstrip(".")
+    if not host or parts.username is not None or text != parts.netloc or not _HOST.fullmatch(host):
+        raise ValueError(text)
+    return host, parts.port
 
 
 def is_loopback(name: str) -> bool:

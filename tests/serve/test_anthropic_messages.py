@@ -122,6 +122,31 @@ def test_tools_there_and_back(start: Any, engine: Any, model_directory: Any, str
         assert kinds == ["text", "tool_use"]
 
 
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": "no such city", "is_error": True}, "Error: no such city"),
+        ({"content": [{"type": "text", "text": "none"}], "is_error": True}, "Error: none"),
+        ({"content": "error: none", "is_error": True}, "error: none"),
+        ({"is_error": True}, "Error"),
+        ({"content": "sun", "is_error": False}, "sun"),
+    ],
+)
+def test_the_model_reads_that_a_tool_failed(
+    start: Any, engine: Any, model_directory: Any, result: dict[str, Any], shown: str
+) -> None:
+    scripted: Any = ScriptedEngine(engine, "Sorry.")
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Paris"}}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", **result}]},
+    ]
+    with start(other=scripted, place=model_directory) as server:
+        assert post(server, tools=[TOOL], messages=turns).status_code == 200
+        assert f"<|im_start|>tool\n{shown}<|im_end|>" in scripted.prompt()
+
+
 def test_why_an_answer_ends(start: Any, engine: Any, model_directory: Any) -> None:
     scripted: Any = ScriptedEngine(engine, "abc", reason="length")
     with start(other=scripted, place=model_directory) as server:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, FastAPI
 from pydantic import model_validator
 from starlette.testclient import TestClient
 
+from bmforge.serve import chat_requests
 from bmforge.serve.body_budget import BodyBudget
 from bmforge.serve.http_json import StrictRoute
 from bmforge.serve.message_types import Strict
@@ -96,3 +97,21 @@ def test_faults_have_the_same_errors_in_large_bodies(start: Any) -> None:
             )
             assert small.status_code == large.status_code == 400, (path, small.text)
             assert small.json() == large.json()
+
+
+@pytest.mark.parametrize(("count", "is_long"), [(3, False), (400, True)])
+def test_long_conversations_are_checked_off_the_event_loop(
+    start: Any, monkeypatch: pytest.MonkeyPatch, count: int, is_long: bool
+) -> None:
+    real, threads = chat_requests._check_all, []
+
+    def check(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(chat_requests, "_check_all", check)
+    turns = [{"role": "user", "content": "a"}] * count
+    with start() as server:
+        body = {"model": "tiny", "messages": turns, "max_tokens": 1}
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert [name.startswith("AnyIO") for name in threads] == [is_long]

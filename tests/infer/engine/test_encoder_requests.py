@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,49 @@ def test_one_caller_with_rows_of_any_length() -> None:
     assert torch.equal(found, torch.cat(want))
 
 
+def test_texts_of_one_request_share_passes() -> None:
+    """Texts of equal length share passes up to a number of tokens; other callers' do not."""
+    model = encoder("bert")
+    texts = [[number, *row] for row in ([3, 5], [7] * 39) for number in range(40)]
+    with Engine(model) as engine:
+        alone = torch.cat([engine.embed(torch.tensor([text])) for text in texts])
+        seen = count_passes(model)
+        with Held(engine):
+            ours = engine.submit_embed(texts)
+            other = engine.submit_embed([texts[0]])
+        torch.testing.assert_close(ours.result(60), alone, rtol=1e-5, atol=1e-6)
+        assert torch.equal(other.result(60), alone[:1])
+    assert seen == [16, 16, 8, *[3] * 13, 1, 1]
+
+
+def test_the_queue_of_many_texts_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor time per text is the same with 100 and with 1,600 texts."""
+    from bmforge.infer.engine import encodings
+
+    states = torch.zeros(64, 2, 4)
+    monkeypatch.setattr(encodings, "read_states", lambda _, rows: states[: len(rows["input_ids"])])
+
+    def seconds(count: int) -> float:
+        queue = encodings.Encodings(model, 1, 2)
+        rows = [{"input_ids": torch.zeros(1, 1 + n % 50, dtype=torch.long)} for n in range(count)]
+        request = encodings.Encoding(rows)
+        queue.add(request)
+        begin = time.thread_time()
+        while queue:
+            queue.step()
+        spent = time.thread_time() - begin
+        assert request.future.result(0).shape == (count, 4)
+        return spent
+
+    model = encoder("bert")
+    assert seconds(1600) / 1600 < 4 * seconds(100) / 100
+
+
 def test_what_is_written_goes_on_beside_it() -> None:
-    """A row of an embedding takes a step, not all of them."""
+    """A pass of an embedding takes a step, not all of them."""
     with opened(make("llama")) as engine:
         with Held(engine):
-            rows = engine.submit_embed([PROMPTS[5]] * 60)
+            rows = engine.submit_embed([PROMPTS[5]] * 160)
             handle = engine.submit(Request(PROMPTS[1], greedy()))
         order: list[str] = []
         handle.watch(lambda: order.append("written") if handle.done else None)
