@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import string
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bmforge.data.clean.characters import SENTENCE_ENDS, SYMBOL_CHARACTERS
+from bmforge.data.clean.ngrams import _with_shared_prefix, _with_shared_prefix_array
 from bmforge.data.clean.rules import RULE_SETS
 from bmforge.data.clean.rules.c4 import KeptLines, select_lines
 from bmforge.data.clean.statistics import TextStatistics
@@ -178,3 +180,22 @@ def test_each_rule_set_judges_an_empty_text():
     for rules in RULE_SETS.values():
         for rule in rules.rules:
             assert rule.measure(TextStatistics("", split_words)) >= 0
+
+
+@given(st.lists(NGRAM_WORDS, min_size=1), st.integers(2, 6), st.floats(0, 1))
+@settings(max_examples=300, deadline=None)
+def test_a_bound_on_the_top_ngram_never_hides_a_larger_share(words, n, high):
+    """The bound may be unknown (False), but True is never wrong; it is True for a bound of 100."""
+    figures = TextStatistics(" ".join(words), str.split)
+    if figures.is_top_ngram_within(n, high):
+        assert figures.top_ngram_share(n) <= high
+    assert figures.is_top_ngram_within(n, 100.0 * len(words))
+
+
+@given(st.lists(NGRAM_WORDS | st.sampled_from(["中", "\ud800", "longer"])), st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_arrays_find_the_same_positions_as_strings(words, n):
+    starts = list(accumulate(map(len, words), initial=0))
+    if len(words) >= n:
+        expected = _with_shared_prefix("".join(words), starts, n)
+        assert _with_shared_prefix_array("".join(words), starts, n) == expected

@@ -41,6 +41,8 @@ class Rule:
         source: publication or code from which the bounds are taken.
         example: text that violates the rule, or a description of one.
         forms: dict from a form of text, such as ``"poem"``, to its bounds, if they differ.
+        is_within: function that returns True if the value is certainly at most the given one, in
+            less time than `measure`; None if there is none. For rules without a lower bound.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Rule:
     source: str = ""
     example: str = ""
     forms: Mapping[str, Bounds] = field(default_factory=dict, hash=False)
+    is_within: Callable[[TextStatistics, float], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,10 @@ class Explained:
 def check_text(statistics: TextStatistics, rules: RuleSet) -> Drop | None:
     """Return the `Drop` of the first violated rule, or None."""
     for rule in rules.rules:
-        value = rule.measure(statistics)
         bounds = rule.bounds if rules.form is None else rules.bounds_of(rule, statistics)
+        if rule.is_within and bounds.high is not None and rule.is_within(statistics, bounds.high):
+            continue
+        value = rule.measure(statistics)
         if (bound := bounds.broken_by(value)) is not None:
             return Drop(f"{rules.name}.{rule.name}", value, bound, cut_excerpt(statistics.text))
     return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import filterfalse
 from typing import TypeVar
 
+from bmforge.data.clean.cached_value import cached_property
 from bmforge.data.clean.characters import HAN_RUN, SENTENCE_ENDS, SYMBOL_CHARACTERS
 from bmforge.data.clean.ngrams import RepeatedNgrams, TopNgrams
 from bmforge.data.clean.string_cache import StringCache
@@ -154,6 +154,11 @@ class TextStatistics:
         if times == 1 and not self._has_word_spaces:
             return 0.0
         return (sum(map(len, top)) + n - 1) * times / len(self.text)
+
+    def is_top_ngram_within(self, n: int, high: float) -> bool:
+        """Return True if a cheap bound proves that ``top_ngram_share(n)`` is at most `high`."""
+        # A smaller factor, so that rounding never makes the bound larger than the exact share.
+        return self._top_ngrams.is_within(n, high * 0.999999 * len(self.text))
 
     @cached_property
     def _has_word_spaces(self) -> bool:

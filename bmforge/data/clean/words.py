@@ -125,7 +125,7 @@ _NOT = re.compile(
     rf"(?:({_NOT_VERBS})(n['’]?t)((?:['’]ve)?)|(can)(not)|(i)(?-i:(d|m)))", re.IGNORECASE
 )
 _ENDINGS = re.compile(r"['’](?:ll|d|ve|re|s|m)", re.IGNORECASE)
-_PLAIN = re.compile(r"""([A-Za-z]+)([,;:!?)"]|(?<=[a-z])\.)?""")
+_MARKS_BEHIND = frozenset(',;:!?)"')  # marks that are split from any word in front of them
 # Strings of letters that `_NOT` splits into two words, such as "cannot".
 _DIVIDED = frozenset([f"{verb}nt" for verb in _NOT_VERBS.split("|")] + ["cannot", "id", "im"])
 _TAIL = 40  # characters at a string's end in which closing marks are searched
@@ -147,9 +147,13 @@ def _split_run(run: str) -> tuple[str, ...]:
         starts = range(0, len(run), _LONGEST_RUN)
         return tuple(chain.from_iterable(_split_part(run[i : i + _LONGEST_RUN]) for i in starts))
     # Letters with at most one mark: nine of ten strings, in a tenth of the time of the rules.
-    plain = _PLAIN.fullmatch(run)
-    if plain and run not in _ABBREVIATIONS and plain[1].lower() not in _DIVIDED:
-        return plain.groups() if plain[2] else (run,)
+    if run.isascii():
+        if run.isalpha():
+            return (run,) if run.lower() not in _DIVIDED else _split_by_rules(run)
+        word, mark = run[:-1], run[-1]
+        has_mark = mark in _MARKS_BEHIND or (mark == "." and word[-1:].islower())
+        if has_mark and word.isalpha() and word.lower() not in _DIVIDED:
+            return (word, mark) if run not in _ABBREVIATIONS else (run,)
     return _split_by_rules(run)
 
 
@@ -265,9 +269,11 @@ def _effect_of(run: str) -> int:
     sentence end, and then only punctuation. `_OTHER`: anything else.
     """
     words = _WORDS_OF_RUN[run]
+    if _ENDS.isdisjoint(words):
+        return _WORD if words[0].isalnum() or not all(map(_is_punctuation, words)) else _MARKS
+    if len(words) == 2 and words[0].isalnum() and words[1] in _ENDS:
+        return _SENTENCE_END
     ends = [position for position, word in enumerate(words) if word in _ENDS]
-    if not ends:
-        return _MARKS if all(map(_is_punctuation, words)) else _WORD
     before, behind = words[: ends[0]], words[ends[0] + 1 :]
     is_last = len(ends) == 1 and all(map(_is_punctuation, behind))
     return _SENTENCE_END if is_last and not all(map(_is_punctuation, before)) else _OTHER

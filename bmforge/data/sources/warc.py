@@ -81,16 +81,16 @@ def _import(where: Where) -> Any:
 
 
 def _header(lines: Iterable[bytes], header_name: bytes) -> str:
-    """Return the value of a WARC header, in lower case; "" if it is missing."""
+    """Return the value of a WARC header; "" if it is missing."""
     for line in lines:
         name, _, value = line.partition(b":")
         if name.strip().lower() == header_name:
-            return value.strip().decode("ascii", "replace").lower()
+            return value.strip().decode("utf-8", "replace")
     return ""
 
 
 def _kind(raw: bytes) -> str:
-    return _header(raw[: raw.find(b"\r\n\r\n") + 2].split(b"\r\n"), b"warc-type")
+    return _header(raw[: raw.find(b"\r\n\r\n")].split(b"\r\n"), b"warc-type").lower()
 
 
 class _MemberReader(io.RawIOBase):
@@ -179,7 +179,7 @@ def _plain_records(stream: BinaryIO) -> Iterator[tuple[int, bytes, str]]:
             head.append(line)
         stated = _header(head, b"content-length")
         length = int(stated) if stated.isdecimal() and stated.isascii() else -1
-        raw = b"".join(head) + b"\r\n"
+        raw = b"".join(line.rstrip(b"\r\n") + b"\r\n" for line in head) + b"\r\n"
         line = b""
         if not 0 <= length <= _LARGEST_BYTES:
             yield at, raw, f"its length is {stated!r}"
@@ -207,23 +207,27 @@ def _parse_record(
     """Parse a record; `default_kind` is the content type of a response that states none."""
     warc = _import(where)
     record_where = Where(where.source, where.place(number))
+    head, _, body = raw.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    url = _header(lines, b"warc-target-uri")
+    date = _header(lines, b"warc-date")[:10]
+    kind = _header(lines, b"content-type").partition(";")[0].strip().lower()
+    charset, is_response = "", _kind(raw) == "response"
     try:
-        record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
-        if record is None:
-            raise DataError(f"{record_where} is not a WARC record. Download the file again.")
-        stated = int(record.headers.get("Content-Length", "0"))
-        if record.headers.get("WARC-Block-Digest") and not record.verify_block_digest():
-            raise DataError(
-                f"{record_where} is damaged: its content does not match its digest. Download the "
-                "file again."
-            )
-        url = record.headers.get("WARC-Target-URI", "")
-        date = record.headers.get("WARC-Date", "")[:10]
-        kind = record.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        charset = ""
-        if kind == "application/http":
+        if _header(lines, b"warc-block-digest"):
+            record = next(iter(warc.ArchiveIterator(io.BytesIO(raw), parse_http=False)), None)
+            if record is None or not record.verify_block_digest():
+                raise DataError(
+                    f"{record_where} is damaged: its content does not match its digest. Download "
+                    "the file again."
+                )
+        # Some writers state another type, or none, so the block decides.
+        if kind == "application/http" or (is_response and body.startswith(b"HTTP/")):
+            record = next(iter(warc.ArchiveIterator(_as_response(body), parse_http=False)))
             record.parse_http(auto_decode="all")
-            status = record.http_headers.status_code
+            headers = record.http_headers
+            has_status = headers is not None and body.startswith(b"HTTP/")
+            status = headers.status_code if has_status else None
             if status != 200:
                 return Drop("http_status", status, 200, url)
             kind = record.http_content_type or default_kind
@@ -232,13 +236,8 @@ def _parse_record(
             body = record.reader.read(_LARGEST_BYTES + 1)
             if len(body) > _LARGEST_BYTES:
                 return Drop("page_too_large", len(body), _LARGEST_BYTES, url)
-        else:
-            body = record.reader.read()
-            if len(body) != stated:
-                raise DataError(
-                    f"{record_where} has {len(body)} bytes, but its header states {stated} bytes. "
-                    "Download the file again."
-                )
+        elif not kind and _kind(raw) == "conversion":
+            kind = "text/plain"
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
@@ -247,6 +246,19 @@ def _parse_record(
     if isinstance(document, Drop) or document.date:
         return document
     return replace(document, url=document.url or url, date=date)
+
+
+def _as_response(block: bytes) -> BinaryIO:
+    """Return an HTTP response as a WARC record of the usual form, with CRLF in the HTTP headers."""
+    end, usual_end = block.find(b"\n\n"), block.find(b"\r\n\r\n")
+    if end >= 0 and not 0 <= usual_end < end:  # some servers end the lines with LF alone
+        lines = block[:end].replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+        block = lines + b"\r\n\r\n" + block[end + 2 :]
+    head = (
+        "WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http; msgtype=response\r\n"
+        f"Content-Length: {len(block)}\r\n\r\n"
+    )
+    return io.BytesIO(head.encode() + block + b"\r\n\r\n")
 
 
 def parse_payload(

@@ -156,6 +156,10 @@ def _repeated_line_characters(text: TextStatistics) -> float:
     return text.repeated_lines[1]
 
 
+def _is_top_within(n: int, text: TextStatistics, high: float) -> bool:
+    return text.is_top_ngram_within(n, high)
+
+
 _LINE_RULES = {
     "dup_para_frac": (_repeated_paragraphs, "fraction of paragraphs that occurred before"),
     "dup_para_char_frac": (
@@ -203,6 +207,7 @@ def repetition_rules(
                 meaning,
                 source,
                 example,
+                is_within=partial(_is_top_within, n),
             )
         )
     for n, high in repeated:
