@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +108,12 @@ def test_test_files_have_unique_names() -> None:
     names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("*.py"))
     repeated = {name for name, count in names.items() if count > 1}
     assert repeated - {"conftest.py", "__init__.py"} == set()
+
+
+def test_nothing_imports_a_conftest() -> None:
+    """Many folders have one, and the order of the tests decides which one an import gets."""
+    files = (PACKAGE.parent / "tests").rglob("*.py")
+    importing = [
+        p.name for p in files if re.search(r"^\s*(from|import) conftest\b", p.read_text(), re.M)
+    ]
+    assert importing == []

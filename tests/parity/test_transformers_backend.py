@@ -186,6 +186,20 @@ def test_messages_name_what_would_open_it() -> None:
         AutoModel.family_of({"model_type": "llama"}, backend="other")  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(
+    "inkling2_loop_text"
+    not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    reason="this transformers has no model whose files store computed tensors",
+)
+def test_a_form_that_transformers_always_saves_is_refused(tmp_path: Path) -> None:
+    """The advice is not to save the files again, as transformers has just saved them."""
+    kind = transformers.AutoConfig.for_model("inkling2_loop_text")
+    build_small_copy(kind, "language_model").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"read in slices.*Use transformers") as error:
+        AutoModel.from_pretrained(tmp_path, backend="transformers")
+    assert "save it again" not in str(error.value)
+
+
 def test_a_rejected_config_is_a_config_error() -> None:
     raw = {"model_type": "laguna", "num_hidden_layers": 2, "num_attention_heads_per_layer": [4]}
     with pytest.raises(ConfigError, match="must equal num_hidden_layers"):

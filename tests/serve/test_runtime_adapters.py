@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import write_model
 from test_serve_sockets import is_idle, until
+from tiny_chat_model import write_model
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig, generate

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from conftest import write_model
+from tiny_chat_model import write_model
 
 from bmforge.cli.open_model import delta_names, find_names, put_named_deltas_
 from bmforge.cli.serve import _open_engine

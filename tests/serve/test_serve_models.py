@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from conftest import write_model
+from tiny_chat_model import write_model
 
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig

@@ -176,11 +176,11 @@ class TransformersModel(Model):
         """
         rules = self.active_rules()
         if self.stored_names.opaque:
-            kind = type(self.foreign).__name__
+            kind, opaque = type(self.foreign).__name__, self.stored_names.opaque
+            # transformers always saves these names, so saving the checkpoint again does not help.
             raise ConfigError(
-                f"a {kind} stores {len(self.stored_names.opaque)} tensors in a form that bmforge "
-                f"cannot read in slices, such as {self.stored_names.opaque[0]}. Load the "
-                "checkpoint with transformers and save it again."
+                f"{kind} stores {len(opaque)} tensors in a form that bmforge cannot read in "
+                f"slices, such as {opaque[0]}. Use transformers for this model."
             )
         missing = {rule.source for rule in rules} - set(names)
         if not missing:
