@@ -261,6 +261,8 @@ def test_many_tokens_of_plain_weights(
     want = x.double() @ weight.double().t()
     want = want if bias is None else want + bias.double()
     rounding = torch.finfo(dtype).eps / 2
+    # Sums of 200 products of about 1: libraries add them in different orders.
+    atol = 1e-4
     with torch.no_grad():
         monkeypatch.setattr(products, "lacks_optimized_product", lambda dtype: False)
         assert products.multiply_dense(x, weight, bias) is None
@@ -271,15 +273,15 @@ def test_many_tokens_of_plain_weights(
         got = layer(x)
         assert got.dtype == dtype
         assert got.shape == (9, 6, 133)
-        assert_close(got.double(), want, rtol=1.01 * rounding, atol=2e-5)
+        assert_close(got.double(), want, rtol=1.01 * rounding, atol=atol)
         turned = layer(x.transpose(0, 1)).transpose(0, 1)  # not contiguous
-        assert_close(turned.double(), want, rtol=1.01 * rounding, atol=2e-5)
+        assert_close(turned.double(), want, rtol=1.01 * rounding, atol=atol)
         assert (products.multiply_dense(x, weight, bias) is None) == (dtype == torch.float32)
         for numbers in (1, 200 * 50):  # a row at a time, and a last panel of 33
             monkeypatch.setattr(products, "_PANEL_NUMBERS", numbers)
-            assert_close(layer(x).double(), want, rtol=1.01 * rounding, atol=2e-5)
+            assert_close(layer(x).double(), want, rtol=1.01 * rounding, atol=atol)
         monkeypatch.setattr(products, "load_kernels", lambda: None)  # a few, without a compiler
-        assert_close(layer(x[0, :2]).double(), want[0, :2], rtol=1.01 * rounding, atol=2e-5)
+        assert_close(layer(x[0, :2]).double(), want[0, :2], rtol=1.01 * rounding, atol=atol)
     assert products.multiply_dense(x, weight, bias) is None
 
 
