@@ -207,7 +207,7 @@ def write_gpt2_data(place: Path) -> None:
 
 def write_t5_data(place: Path) -> None:
     """A preprocessed corpus of CPM-Pretrain's T5, with the vocabulary of its 40 tokens."""
-    from test_old_corpora import write_spans
+    from test_cpm_pretrain_stores import write_spans
 
     folder = place / "t5_data"
     sentinels = [f"<s_{number}>" for number in range(8)]

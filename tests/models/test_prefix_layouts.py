@@ -114,7 +114,7 @@ def test_tensor_parallel(name: str) -> None:
         (2, {"zero": 3}),
     ],
 )
-def test_every_family(name: str, world: int, fields: dict[str, Any]) -> None:
+def test_train_all_families(name: str, world: int, fields: dict[str, Any]) -> None:
     """All of them; four processes share two key-value heads."""
     if name == "vit" and fields.get("sequence_parallel"):
         pytest.skip("five tokens: tp does not divide them")

@@ -88,7 +88,7 @@ def test_pipeline_and_zero() -> None:
         {"zero": 3},
     ],
 )
-def test_every_family(name: str, fields: dict[str, Any]) -> None:
+def test_train_all_families(name: str, fields: dict[str, Any]) -> None:
     """All of them."""
     if name == "vit" and fields.get("sequence_parallel"):
         pytest.skip("five tokens: tp does not divide them")

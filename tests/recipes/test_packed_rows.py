@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_talking import TALKERS, build
+from test_chat_after_tuning import TALKERS, build
 from torch import Tensor
 
 from bmforge.models import AutoModel

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from chat_traits import TEMPLATES, write_bpe
-from test_talking import build
+from test_chat_after_tuning import build
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bmforge.cli import main

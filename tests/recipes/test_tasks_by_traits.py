@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_runs import HEAD, losses_of_answers, settings, write_jsonl, write_vocabulary
 from task_folders import write_boolq, write_squad, write_words
-from test_every_family import TRIALS, write_glm
+from test_train_all_families import TRIALS, write_glm
 
 from bmforge.cli import main
 from bmforge.data.tasks import TASKS, read_task

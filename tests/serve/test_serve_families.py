@@ -22,8 +22,8 @@ from bmforge.tokenizers.chat_template import ChatTemplate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 from small_runs import CHARACTERS, HEAD
+from test_chat_after_tuning import TALKERS, build
 from test_sft import CHATML, write_letters
-from test_talking import TALKERS, build
 
 pytestmark = pytest.mark.long
 

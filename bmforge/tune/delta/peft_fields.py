@@ -4,8 +4,8 @@ A field is *read*, has *no effect* on what a saved adapter computes, or has *req
 values, and fields that are not in the table, raise an error that names the field. A field has no
 effect for one of three reasons: it describes how the adapter was initialized or trained; it
 describes the file, not the values; or the tensors' names and shapes already determine it.
-Source: PEFT 0.21, the config classes of its tuners. `tests/tune/delta/test_peft_law.py` compares
-the table with the installed version and the logits with those of PEFT.
+Source: PEFT 0.21, the config classes of its tuners. `tests/tune/delta/test_peft_directories.py`
+compares the table with the installed version and the logits with those of PEFT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Repair, scripts, lines, languages and private data, against what was written at first."""
+"""Text repair, scripts, lines, languages and private data, compared with the original texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of CPM-Pretrain as they are: shares of a store, and spans cut out beforehand."""
+"""Token stores of CPM-Pretrain: shares of a store, and spans cut in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Talking to any model that writes: what it reads is what it was trained on, and where it stops."""
+"""Chat with tuned models: prompts equal those of training, and answers end at a stop token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 import torch
 from small_runs import bee_tokenizer
-from test_every_family import write_glm
 from test_sft import CHATML, sft_config, write_letters
+from test_train_all_families import write_glm
 
 from bmforge.cli import main
 from bmforge.errors import ConfigError

@@ -1,4 +1,4 @@
-"""A row's answer does not depend on the rows next to it, nor on what is cached.
+"""A sequence's answer depends neither on the rest of the batch nor on the cache's contents.
 
 Dynamic and longrope frequencies depend on the length. Where they change, cached keys are
 recomputed, so that every token is that of a call without a cache.

@@ -1,4 +1,4 @@
-"""Mistakes of a first run: one sentence names what is wrong, and nothing is written."""
+"""Mistakes in the options of a first run: one sentence of advice, and no files are written."""
 
 from __future__ import annotations
 

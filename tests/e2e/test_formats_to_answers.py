@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 from chat_traits import TEMPLATES, write_bpe
-from test_talking import build
+from test_chat_after_tuning import build
 
 from bmforge.cli import main
 from bmforge.cli.serve import _open_engine

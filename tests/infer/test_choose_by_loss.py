@@ -1,4 +1,4 @@
-"""Choosing by loss, against log-probabilities summed by hand from the logits."""
+"""Choosing an answer by its loss, compared with log-probabilities summed from the logits."""
 
 from __future__ import annotations
 

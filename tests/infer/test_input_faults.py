@@ -1,4 +1,4 @@
-"""Faults at opening and generation: each raises an error of bmforge, and the process goes on."""
+"""Faults in files and prompts: each raises an error of bmforge, and the process continues."""
 
 from __future__ import annotations
 

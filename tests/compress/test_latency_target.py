@@ -1,4 +1,4 @@
-"""A target in milliseconds: lines between what was measured, sizes that keep it."""
+"""Pruning to a target in milliseconds: interpolated measurements, and sizes that meet it."""
 
 from __future__ import annotations
 

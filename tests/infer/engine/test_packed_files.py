@@ -1,4 +1,4 @@
-"""Weights that were packed to be opened: nothing of them stays, also where a process was killed."""
+"""Temporary packed weights are removed, also after a process was killed."""
 
 from __future__ import annotations
 

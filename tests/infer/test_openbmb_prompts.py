@@ -1,4 +1,4 @@
-"""What `generate` makes of a prompt for OpenBMB's models: the originals' forms and defaults."""
+"""Prompts for OpenBMB's models: formats and defaults of the original code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padded calibration batches give the masks, integers and choices of the same texts unpadded."""
+"""Padded calibration batches give the masks, integers and choices of the unpadded texts."""
 
 from __future__ import annotations
 

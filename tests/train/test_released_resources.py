@@ -1,4 +1,4 @@
-"""A run that is over leaves no model, no states, no thread and no process group behind."""
+"""A finished run releases its model, states, threads and process groups."""
 
 from __future__ import annotations
 

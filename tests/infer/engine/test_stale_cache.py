@@ -1,4 +1,4 @@
-"""A model that is changed between two requests: what was computed by the old one is gone."""
+"""A model that changes between two requests: cached keys and values are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings instead of ids: what transformers makes of them, and what the ids would have made."""
+"""Input embeddings instead of token ids, compared with transformers and with the ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shrunk models in transformers: the same logits, or it refuses."""
+"""Shrunk models give the same logits in transformers, or transformers refuses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every member of a folder or archive is read, dropped with a reason, or named: none vanishes."""
+"""Each member of a folder or archive is read, dropped with a reason, or named in an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tasks hide: CPM-Ant's tokens, CPM-2's and T5's spans, CPM-1's idioms."""
+"""Masking by the training tasks: CPM-Ant's tokens, spans of CPM-2 and T5, idioms of CPM-1."""
 
 from __future__ import annotations
 

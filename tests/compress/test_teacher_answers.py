@@ -1,4 +1,4 @@
-"""A teacher's kept answers in its place: against the closed form, and against the teacher."""
+"""Stored teacher outputs, compared with the closed form and with the teacher itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streamed integers give the logits of the resident model, under any budget."""
+"""Streamed integer weights give the logits of the resident model under any memory budget."""
 
 from __future__ import annotations
 

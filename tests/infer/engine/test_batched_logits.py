@@ -1,4 +1,4 @@
-"""Logits of many hidden states have the bits of one hidden state at a time."""
+"""Logits of many hidden states are bit-identical to one hidden state at a time."""
 
 from __future__ import annotations
 

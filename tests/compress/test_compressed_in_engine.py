@@ -1,4 +1,4 @@
-"""Shrunk models and split MLPs in the low-memory runtime: read from files, streamed, packed."""
+"""Shrunk models and split MLPs in the engine: read from files, streamed, packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Integers of a checkpoint kept as they are: the values that reading it as floats gives."""
+"""Integer weights of a checkpoint are kept, with the values that reading as floats gives."""
 
 from __future__ import annotations
 

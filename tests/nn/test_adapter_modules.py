@@ -1,4 +1,4 @@
-"""Every part of the house says what it must, and a part that does not is found out."""
+"""Every adapter module declares its tensors; an incomplete declaration is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair, languages, tidying and masks in `prepare`, against other libraries and the originals."""
+"""Text repair, languages and masking in `prepare`, compared with other libraries."""
 
 from __future__ import annotations
 
