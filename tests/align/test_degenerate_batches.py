@@ -21,6 +21,7 @@ from test_preference_losses import (
 )
 from torch import Tensor, nn
 
+from bmforge.align.distillation import DistillationObjective
 from bmforge.align.losses import MethodOptions, PairScores, log_ratio, odds_ratio, preference_loss
 from bmforge.align.preferences import PairObjective
 from bmforge.align.reward import RewardObjective
@@ -222,6 +223,40 @@ def test_answers_that_one_model_excludes(name: str) -> None:
             assert not any(bool(v.grad is not None and v.grad.isnan()) for v in sums)
     assert losses[0] == INF
     assert losses[2] == (INF if name == "ipo" else 0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_top_tokens_of_a_teacher_that_excludes_the_others(beta: float) -> None:
+    """The student's probability of all other tokens, of which the teacher's is 0, counts."""
+    student, teacher, batch = make_model(), exclude(make_model(2), 5, 6), make_batch(3)
+    if beta == 1:  # an infinite divergence unless the student excludes them too
+        exclude(student, 5, 6)
+    objective = DistillationObjective(teacher, beta, 0.7, top_k=VOCAB - 2)
+    got = run_objective(objective, student, [batch])
+    student.zero_grad()
+    is_scored = batch["labels"][:, 1:] != -100
+    own, other = (
+        (m(input_ids=batch["input_ids"]).logits[:, :-1][is_scored] / 0.7).softmax(-1)
+        for m in (student, teacher)
+    )
+    others = torch.tensor([5, 6])
+    p, q = (
+        torch.cat((x[:, :5], x[:, 7:], x[:, others].sum(1, keepdim=True)), 1) for x in (own, other)
+    )
+    q = q.detach()
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        ratio = torch.where(a > 0, a, 1.0).log() - torch.where(a > 0, b, 1.0).log()
+        return (a * ratio).sum(-1)
+
+    if beta in (0, 1):
+        loss = kl(q, p) if beta == 0 else kl(p, q)
+    else:
+        mixture = beta * q + (1 - beta) * p
+        loss = beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+    loss.mean().backward()
+    want = {n: w.grad for n, w in student.named_parameters() if w.grad is not None}
+    assert_close(got, {"loss": loss.mean().detach(), **want})
 
 
 def test_ratio_of_zeros() -> None:
