@@ -204,7 +204,9 @@ class LowRank(AdapterModule):
             notes["magnitude"] = TensorNote("ones", outs)
         return notes
 
-    def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, want: str = "added", out: Tensor | None = None, layer: Any = None
+    ) -> Any:
         """Return the low-rank update of the layer's output, or `out` plus the update.
 
         `want` selects the factors of the update instead. They must not be read as attributes,
@@ -215,7 +217,14 @@ class LowRank(AdapterModule):
             want: name of the result: "added" for the update, "factors" for (low, up), "all" for
                 (low, up, down, magnitude).
             out: output of the layer; if given, this output plus the update is returned.
+            layer: layer with `multiply_adapted`, which has not computed its output yet; if given,
+                its output plus the update is returned.
         """
+        if layer is not None:
+            is_plain = self.bias is None and not (self.dropout and self.training)
+            if is_plain and takes_low_rank_sum(x, self.down, self.up):
+                return layer.multiply_adapted(x, self.down, self.up, self.scale)
+            out = layer.multiply(x, layer.bias)
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         if out is not None:

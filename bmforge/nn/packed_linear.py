@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmforge.nn.adapted_product import AdaptedProduct
+from bmforge.nn.adapter_selection import choice_of
 from bmforge.nn.device_kernels import takes_device_kernels
-from bmforge.nn.low_rank import linear_sizes
+from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.nn.norm import RMSNorm
 from bmforge.nn.packed_store import MatrixStore
-from bmforge.nn.packing import QuantSpec
+from bmforge.nn.packing import PackedMatrix, QuantSpec
+from bmforge.nn.part import Joined, adapters_of, join_parts
 from bmforge.nn.products import FEW_DEVICE_TOKENS, numbers_of, takes_device_groups
 from bmforge.nn.quantized_rows import QuantizedRows
 from bmforge.nn.shard_hooks import pass_on
+from bmforge.nn.tracing import is_tracing
 from bmforge.nn.triton_kernels import load_triton
 
 __all__ = ["QuantizedLinear", "joint_group", "multiply_jointly", "quantize_gated", "quantize_norm"]
@@ -44,8 +48,44 @@ class QuantizedLinear(MatrixStore, nn.Linear):
         self._make(plain, sizes, spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the linear layer."""
-        return self.multiply(x, self.bias)
+        """Apply the linear layer; in training, with its LoRA if one function computes both."""
+        adapter = self._fused_adapter(x)
+        if adapter is None:
+            return self.multiply(x, self.bias)
+        joined: Tensor = Joined(adapter(x, layer=self))  # type: ignore[assignment]
+        return joined
+
+    def _fused_adapter(self, x: Tensor) -> LowRank | None:
+        """Return the layer's only adapter if its update and the product can be one function.
+
+        The hook of the adapters must be the first to see the output.
+        """
+        hooks = self._forward_hooks
+        if not hooks or not torch.is_grad_enabled() or next(iter(hooks.values())) is not join_parts:
+            return None
+        every: Any = nn.modules.module
+        if every._global_forward_hooks or "forward" in vars(self) or is_tracing():
+            return None
+        adapters = [adapter for _, adapter in adapters_of(self)]
+        if len(adapters) != 1 or type(adapters[0]) is not LowRank:
+            return None
+        choice = choice_of(adapters[0])
+        if choice.weight != 1 or choice.samples is not None or adapters[0].magnitude is not None:
+            return None
+        return adapters[0] if type(x) is Tensor and self.takes_panels(x) else None
+
+    def multiply_adapted(self, x: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        """Return ``x @ weight.T + bias + scale * x @ down.T @ up.T``, in one autograd function.
+
+        `takes_panels` must be true for x, and all tensors must have the same dtype.
+
+        Shape:
+            x: (..., columns); down: (R, columns); up: (rows, R); returns (..., rows)
+        """
+        matrix, bias = PackedMatrix(*self._tensors()), self.bias
+        bias = None if bias is None else bias.to(x.dtype)
+        numbers = numbers_of(self.spec)
+        return AdaptedProduct.apply(x, down, up, bias, scale, matrix, self.rows, numbers)
 
 
 def joint_group(x: Tensor, layers: Sequence[nn.Module | None]) -> int:

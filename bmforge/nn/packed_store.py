@@ -27,9 +27,12 @@ from bmforge.nn.packing import (
 )
 from bmforge.nn.part import Derived, TensorNote
 from bmforge.nn.products import (
+    FEW_TOKENS,
+    load_kernels,
     multiply_packed,
     numbers_of,
     pack_weights,
+    product_dtype,
     runs_here,
 )
 from bmforge.nn.tracing import is_tracing
@@ -228,6 +231,8 @@ class MatrixStore(PackedStore):
         if self.outlier_columns is not None or x.dtype == torch.float64:
             flat = flat.float()
             bias = None if bias is None else bias.float()
+        elif x.dtype == torch.float32 and x.is_cpu and torch.is_autocast_enabled("cpu"):
+            flat = self._autocast(flat)
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
         wants = torch.is_grad_enabled() and (
             x.requires_grad or (bias is not None and bias.requires_grad)
@@ -244,6 +249,21 @@ class MatrixStore(PackedStore):
             outside = flat.index_select(1, self.outlier_columns)
             out = out + F.linear(outside, self.outlier_weight.view(torch.float16).float())
         return out.view(*x.shape[:-1], self.rows).to(x.dtype)
+
+    def _autocast(self, x: Tensor) -> Tensor:
+        """Convert many tokens to the dtype of autocast, as torch does for a linear layer."""
+        dtype = torch.get_autocast_dtype("cpu")
+        is_fast = product_dtype(dtype) == dtype and not is_tracing() and self.takes_panels(x)
+        return x.to(dtype) if is_fast else x
+
+    def takes_panels(self, x: Tensor) -> bool:
+        """Return True if `x` is multiplied by panels in its own dtype; see `nn.panel_products`."""
+        is_many = x.dim() > 1 and x.numel() > FEW_TOKENS * self.columns
+        has_panels = self.spec.activations == "float" and self.outlier_columns is None
+        if not (is_many and has_panels and x.is_cpu and x.shape[-1] == self.columns):
+            return False
+        is_own = product_dtype(x.dtype) == x.dtype and runs_here(*self._tensors())
+        return is_own and load_kernels() is not None
 
     def _without_outliers(self, x: Tensor) -> Tensor:
         assert self.outlier_columns is not None

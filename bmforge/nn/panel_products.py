@@ -7,13 +7,15 @@ dequantized copy of the whole matrix exists.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
 from bmforge.nn.product_kernels import Kernels
 
-__all__ = ["multiply_by_panels", "multiply_transposed"]
+__all__ = ["Update", "multiply_by_panels", "multiply_transposed"]
 
 # Bytes of a dequantized panel.
 _PANEL_BYTES = 4 << 20
@@ -24,6 +26,24 @@ _STEP = 64
 _PADDING = 32
 
 
+class Update(NamedTuple):
+    """Low-rank product ``scale * left @ right`` that is added to a product with a packed matrix.
+
+    Args:
+        left: one row per token, (T, R).
+        right: one column per column of the result, (R, N).
+        scale: factor.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float = 1.0
+
+    def add_to_(self, out: Tensor, part: slice) -> None:
+        """Add the columns `part` of the product to `out`, which has only these columns."""
+        torch.addmm(out, self.left, self.right[:, part], alpha=self.scale, out=out)
+
+
 def multiply_by_panels(
     kernels: Kernels,
     x: Tensor,
@@ -31,6 +51,8 @@ def multiply_by_panels(
     rows: int,
     spec: QuantSpec,
     bias: Tensor | None = None,
+    update: Update | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``x @ matrix.T + bias``, with weights rounded to the dtype of x.
 
@@ -41,12 +63,14 @@ def multiply_by_panels(
         rows: number of rows of the matrix.
         spec: quantization scheme.
         bias: bias in the dtype of x, or None.
+        update: product that is added, while the results of a panel are in the cache.
+        out: memory for the result; if None, it is allocated.
 
     Shape:
         x: (T, columns) fp32 or bf16, contiguous -> (T, rows), in its dtype
     """
     columns = x.shape[1]
-    out = x.new_empty(x.shape[0], rows)
+    out = x.new_empty(x.shape[0], rows) if out is None else out
     step = _size_at_once(rows, columns, x.dtype)
     buffer = x.new_empty(columns, -(-step // PANEL_ROWS) * PANEL_ROWS + _PADDING)
     for first in range(0, rows, step):
@@ -57,11 +81,18 @@ def multiply_by_panels(
             torch.mm(x, weight, out=out[:, part])
         else:
             torch.addmm(bias[part], x, weight, out=out[:, part])
+        if update is not None:
+            update.add_to_(out[:, part], part)
     return out
 
 
 def multiply_transposed(
-    kernels: Kernels, grad: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec
+    kernels: Kernels,
+    grad: Tensor,
+    matrix: PackedMatrix,
+    rows: int,
+    spec: QuantSpec,
+    update: Update | None = None,
 ) -> Tensor:
     """Return ``grad @ matrix``, the gradient of the input of a product.
 
@@ -71,6 +102,7 @@ def multiply_transposed(
         matrix: packed matrix.
         rows: number of rows of the matrix.
         spec: quantization scheme.
+        update: product that is added, as in `multiply_by_panels`.
 
     Shape:
         grad: (T, rows) fp32 or bf16 -> (T, columns), in its dtype
@@ -83,6 +115,8 @@ def multiply_transposed(
         part = slice(first, min(first + step, columns))
         kernels.unpack_part(matrix, slice(0, rows), part, spec, buffer)
         torch.mm(grad, buffer[:, : part.stop - first], out=out[:, part])
+        if update is not None:
+            update.add_to_(out[:, part], part)
     return out
 
 

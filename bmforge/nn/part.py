@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from bmforge.nn.adapter_selection import choice_of
 __all__ = [
     "AdapterModule",
     "Derived",
+    "Joined",
     "TensorNote",
     "attach_part_",
     "adapters_of",
@@ -152,11 +153,20 @@ def adapters_of(module: nn.Module) -> Iterator[tuple[str, AdapterModule]]:
             yield name, child
 
 
+class Joined(NamedTuple):
+    """Output of a module's forward that its adapters have already changed; see `join_parts`."""
+
+    out: Tensor
+
+
 def join_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """Forward hook: apply every adapter of a module to its output.
 
-    If the output is a tuple (with router logits or attention weights), its first item is changed.
+    If the output is a tuple (with router logits or attention weights), its first item is changed. A
+    module that applied its adapters itself returns a `Joined` output, which is unwrapped.
     """
+    if type(out) is Joined:
+        return out.out
     inputs = args or tuple(kwargs.values())
     main, extras = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
     for _, part in adapters_of(module):

@@ -40,6 +40,7 @@ from bmforge.nn.triton_kernels import load_triton
 
 __all__ = [
     "FEW_DEVICE_TOKENS",
+    "FEW_TOKENS",
     "Kernels",
     "decode_spec",
     "dequantize",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 # With more tokens than this, dequantizing and torch's product are faster.
-_FEW_TOKENS = 16
+FEW_TOKENS = 16
 # The same on accelerators: integer sums by groups run outside of the tensor cores.
 FEW_DEVICE_TOKENS = 64
 # Triton quantizes a group of activations in the registers of one program.
@@ -170,7 +171,7 @@ def multiply_packed(
     x = x.contiguous()
     if not (x.is_cpu or x.is_meta):
         return _multiply_on_device(x, matrix, rows, spec, bias)
-    is_many = spec.activations == "float" and x.shape[0] > _FEW_TOKENS
+    is_many = spec.activations == "float" and x.shape[0] > FEW_TOKENS
     dtype = product_dtype(x.dtype) if is_many else torch.float32
     wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     kernels = load_kernels() if runs_here(wide, bias, *matrix) else None
@@ -238,7 +239,7 @@ def multiply_dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """
     if torch.compiler.is_compiling():  # it cannot trace the calls below
         return None
-    is_few = x.numel() <= _FEW_TOKENS * weight.shape[1]
+    is_few = x.numel() <= FEW_TOKENS * weight.shape[1]
     if torch.is_grad_enabled() or not x.numel() or not (is_few or lacks_library(weight.dtype)):
         return None
     if not x.dim() or x.shape[-1] != weight.shape[1]:  # torch raises the error

@@ -189,6 +189,26 @@ def test_without_a_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch)
     assert (mine - theirs).abs().max() <= close * theirs.abs().max()
 
 
+def test_autocast_multiplies_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a plain layer; the result and the gradient have the dtype of the input."""
+    monkeypatch.setattr(products, "lacks_library", lambda dtype: False)
+    spec = SPECS["int4"]
+    layer: Any = store_packed(nn.Linear(192, 37), spec)
+    layer.take_packed_(pack(37, 192, spec))
+    x = draw(20, 192, seed=1).requires_grad_()
+    grad = draw(20, 37, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    narrow = x.detach().bfloat16().requires_grad_()
+    want = layer(narrow)
+    if products.load_kernels() is not None:
+        assert torch.equal(out, want.float())
+    (mine,) = torch.autograd.grad(out, x, grad)
+    (theirs,) = torch.autograd.grad(want, narrow, grad.bfloat16())
+    assert mine.dtype == torch.float32
+    assert_close(mine, theirs.float(), rtol=0.02, atol=0.02)
+
+
 def test_second_derivatives() -> None:
     """The gradient of a gradient's norm is that of a plain layer."""
     spec = SPECS["int4"]
