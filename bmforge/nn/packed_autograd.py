@@ -74,13 +74,14 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (*stack, ends) = grads[0], ctx.saved_tensors
-        spec = decode_spec(ctx.spec, PackedMatrix(*stack))
+        grad, (packed, scales, minima, ends) = grads[0], ctx.saved_tensors
+        stack = PackedMatrix(packed, scales, minima)
+        spec = decode_spec(ctx.spec, stack)
         if not grad.is_cpu or torch.is_grad_enabled() or is_tracing():
-            matrices = dequantize_stack(*stack, ctx.rows, ctx.spec).to(grad.dtype)
+            matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec).to(grad.dtype)
             return grouped_linear(grad, matrices.transpose(1, 2), ends), *[None] * 6
         # One matrix at a time: the whole dequantized stack would be many times larger.
-        x_grad = grad.new_empty(grad.shape[0], stack[0].shape[2] * 32 // spec.bits)
+        x_grad = grad.new_empty(grad.shape[0], packed.shape[2] * 32 // spec.bits)
         first = 0
         for number, last in enumerate(ends.tolist()):
             if last > first:
