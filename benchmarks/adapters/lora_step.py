@@ -62,7 +62,14 @@ def make_batch(
 
 
 def build_bmforge(
-    folder: str, kind: str, rank: int, tokens: int, rows: int, answers: float, base: str = "fp32"
+    folder: str,
+    kind: str,
+    rank: int,
+    tokens: int,
+    rows: int,
+    answers: float,
+    base: str = "fp32",
+    in_bf16: bool = False,
 ) -> Callable[[], float]:
     """Return a step of bmforge.
 
@@ -74,6 +81,7 @@ def build_bmforge(
         answers: fraction of tokens with labels.
         base: "int8" or "int4" quantizes the linear layers of the blocks; "bf16" stores the
             frozen weights in bf16 and computes in bf16.
+        in_bf16: compute in bf16 with any base; frozen weights that are not quantized are in bf16.
     """
     from bmforge.models import AutoModel
     from bmforge.models.pack import quantize_
@@ -89,9 +97,9 @@ def build_bmforge(
     model.train()
     if kind != "full":
         Lora(model, TARGETS[kind], rank=rank, alpha=2.0 * rank)
-    if base == "bf16":
+    if base == "bf16" or in_bf16:
         for parameter in model.parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.bfloat16()
         parallelize(model, precision="bf16")
     (optimizer,) = build_optimizers(model, OptimConfig(lr=1e-4, weight_decay=0.0))
@@ -117,12 +125,16 @@ def build_peft(
     base_dtype: str = "fp32",
     adapters: torch.dtype = torch.float32,
     autocast: bool = False,
+    in_bf16: bool = False,
 ) -> Callable[[], float]:
-    """Return a step of PEFT on transformers; torchao stores the blocks in int8 or NF4 ("int4")."""
+    """Return a step of PEFT on transformers; torchao stores the blocks in int8 or NF4 ("int4").
+
+    With `in_bf16`, the weights that torchao quantizes are in bf16, and so is the computation.
+    """
     import peft
     import transformers
 
-    dtype = torch.bfloat16 if base_dtype == "bf16" else torch.float32
+    dtype = torch.bfloat16 if base_dtype == "bf16" or in_bf16 else torch.float32
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     if base_dtype == "int8":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -290,8 +290,13 @@ class EmbeddingLowRank(LowRank):
         """Return the initialization (`down`, the lookup table, is zero); no tensor is sharded."""
         return {"down": TensorNote("zeros"), "up": TensorNote(1.0)}
 
-    def forward(self, x: Tensor, want: str = "added", out: Tensor | None = None) -> Any:
-        """Return the update of the embeddings of ids `x` or, with `out`, `out` plus the update."""
+    def forward(
+        self, x: Tensor, want: str = "added", out: Tensor | None = None, layer: Any = None
+    ) -> Any:
+        """Return the update of the embeddings of ids `x` or, with `out`, `out` plus the update.
+
+        Only linear layers pass `layer`.
+        """
         update = F.linear(F.embedding(x, self.down.t()) * self.scale, self.up)
         return update if out is None else out + update.to(out.dtype)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
+from bmforge.nn.packed_experts import dequantize_stack
+from bmforge.nn.packing import PackedMatrix, QuantSpec
 from bmforge.nn.panel_products import multiply_transposed
 from bmforge.nn.products import (
     are_plain_cpu_tensors,
@@ -22,7 +23,7 @@ from bmforge.nn.products import (
 )
 from bmforge.nn.tracing import is_tracing
 
-__all__ = ["GroupedProduct", "Product", "dequantize_stack", "multiply_gradient"]
+__all__ = ["GroupedProduct", "Product", "multiply_gradient"]
 
 
 class Product(torch.autograd.Function):
@@ -74,13 +75,14 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (*stack, ends) = grads[0], ctx.saved_tensors
-        spec = decode_spec(ctx.spec, PackedMatrix(*stack))
+        grad, (packed, scales, minima, ends) = grads[0], ctx.saved_tensors
+        stack = PackedMatrix(packed, scales, minima)
+        spec = decode_spec(ctx.spec, stack)
         if not grad.is_cpu or torch.is_grad_enabled() or is_tracing():
-            matrices = dequantize_stack(*stack, ctx.rows, ctx.spec).to(grad.dtype)
+            matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec).to(grad.dtype)
             return grouped_linear(grad, matrices.transpose(1, 2), ends), *[None] * 6
         # One matrix at a time: the whole dequantized stack would be many times larger.
-        x_grad = grad.new_empty(grad.shape[0], stack[0].shape[2] * 32 // spec.bits)
+        x_grad = grad.new_empty(grad.shape[0], packed.shape[2] * 32 // spec.bits)
         first = 0
         for number, last in enumerate(ends.tolist()):
             if last > first:
@@ -107,13 +109,3 @@ def multiply_gradient(grad: Tensor, matrix: PackedMatrix, rows: int, spec: Quant
         return multiply_transposed(kernels, grad.to(dtype), matrix, rows, spec).to(grad.dtype)
     weight = torch.ops.bmforge.dequantize(*matrix, rows, encode_spec(spec))
     return (grad.to(dtype) @ weight.to(dtype)).to(grad.dtype)
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]

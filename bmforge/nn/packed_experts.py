@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packed_autograd import GroupedProduct, dequantize_stack
 from bmforge.nn.packed_store import PackedStore
-from bmforge.nn.packing import QuantSpec
+from bmforge.nn.packing import PANEL_ROWS, QuantSpec
 from bmforge.nn.part import TensorNote
 from bmforge.nn.products import encode_spec
 
-__all__ = ["StackStore"]
+__all__ = ["StackStore", "dequantize_stack"]
+
+
+def dequantize_stack(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
+    experts, panels = packed.shape[:2]
+    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
+    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
+    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
 
 
 class StackStore(PackedStore):
@@ -49,7 +59,11 @@ class StackStore(PackedStore):
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return grouped_linear(x, self.dense(key, x.dtype), ends)
         wants = torch.is_grad_enabled() and x.requires_grad
-        run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+        run: Any = torch.ops.bmforge.multiply_stacked
+        if wants:
+            from bmforge.nn.packed_autograd import GroupedProduct  # for training only
+
+            run = GroupedProduct.apply
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
         return run(x, *tensors, rows, encode_spec(self.spec), ends)
 

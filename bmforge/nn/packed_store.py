@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.packed_autograd import Product
 from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
@@ -231,7 +230,7 @@ class MatrixStore(PackedStore):
         if self.outlier_columns is not None or x.dtype == torch.float64:
             flat = flat.float()
             bias = None if bias is None else bias.float()
-        elif x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        elif x.dtype == torch.float32 and x.is_cpu and torch.is_autocast_enabled("cpu"):
             flat = self._autocast(flat)
         inside = flat if self.outlier_columns is None else self._without_outliers(flat)
         wants = torch.is_grad_enabled() and (
@@ -241,7 +240,11 @@ class MatrixStore(PackedStore):
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not are_plain_cpu_tensors(inside, bias, *matrix):
-            run = Product.apply if wants else torch.ops.bmforge.multiply_packed
+            run: Any = torch.ops.bmforge.multiply_packed
+            if wants:
+                from bmforge.nn.packed_autograd import Product  # for training only
+
+                run = Product.apply
             out = run(inside, *matrix, self.rows, encode_spec(self.spec), bias)
         else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)
@@ -252,7 +255,7 @@ class MatrixStore(PackedStore):
 
     def _autocast(self, x: Tensor) -> Tensor:
         """Convert many tokens to the dtype of autocast, as torch does for a linear layer."""
-        dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = torch.get_autocast_dtype("cpu")
         is_fast = product_dtype(dtype) == dtype and not is_tracing() and self.takes_panels(x)
         return x.to(dtype) if is_fast else x
 

@@ -27,7 +27,6 @@ from bmforge.nn.packing import (
     quantize_groups,
     unpack_matrix,
 )
-from bmforge.nn.panel_products import multiply_by_panels
 from bmforge.nn.plain_products import matches_torch, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
@@ -176,6 +175,8 @@ def multiply_packed(
     wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     kernels = load_kernels() if are_plain_cpu_tensors(wide, bias, *matrix) else None
     if is_many and kernels is not None:
+        from bmforge.nn.panel_products import multiply_by_panels  # needs float activations
+
         out = multiply_by_panels(kernels, wide, matrix, rows, spec, bias)
     elif is_many:
         out = F.linear(wide, dequantize(matrix, rows, spec).to(dtype), bias)

@@ -124,7 +124,7 @@ def test_values_and_gradients(
 
 
 def test_panels_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No buffer of forward or backward holds more than a panel and its padding."""
+    """No buffer of forward or backward is larger than a panel and its padding."""
     if products.load_kernels() is None:
         pytest.skip("no compiler here")
     spec, sizes = SPECS["int4"], []

@@ -314,13 +314,13 @@ static inline void exchange(Words& a, Words& b) {
 
 template <int size>
 static inline void exchange_rows(Words* rows) {
-  for (int i = 0; i < 16; i++)
+  for (int i = 0; i < 8; i++)
     if (!(i & size)) exchange<size>(rows[i], rows[i + size]);
 }
 
-// Transpose 16 rows of 16 words, by exchanging quarters of ever smaller blocks.
+// Transpose both halves of 8 rows of 16 words, by exchanging quarters of ever smaller blocks: row r
+// then holds columns r and r + 8.
 static inline void transpose(Words* rows) {
-  exchange_rows<8>(rows);
   exchange_rows<4>(rows);
   exchange_rows<2>(rows);
   exchange_rows<1>(rows);

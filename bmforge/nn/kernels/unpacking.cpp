@@ -82,37 +82,49 @@ static void unpack_transposed(const Product& w, const Part& p, E* out) {
   }
 }
 
-// The words of 16 rows: a column as fp32, or two adjacent columns as bf16.
-static inline Words words_of(const float* tile, int i) {
-  Words words;
-  memcpy(&words, tile + i * PANEL, sizeof(words));
-  return words;
-}
-static inline Words words_of(const Bf16* tile, int i) {
-  Halves low, high;
-  memcpy(&low, tile + 2 * i * PANEL, sizeof(low));
-  memcpy(&high, tile + (2 * i + 1) * PANEL, sizeof(high));
-  return __builtin_convertvector(low, Words) | __builtin_convertvector(high, Words) << 16;
+// The integers of `count` <= TILE columns of a panel as bytes, four columns of all rows per block.
+static void read_blocks(const Product& w, int64_t panel, int64_t first, int64_t count,
+                        Words* blocks) {
+  const uint8_t* from = w.packed + (panel * w.columns + first) * PANEL * w.bits / 8;
+  if (w.bits == 8) {
+    memcpy(blocks, from, count * PANEL);
+    return;
+  }
+  for (int64_t c = 0; c < count; c += 8, from += BLOCK, blocks += 2) {
+    const Block both = load_block(from);
+    const Block low = w.minima ? low_nibbles(both) : less_eight(low_nibbles(both));
+    const Block high = w.minima ? high_nibbles(both) : less_eight(high_nibbles(both));
+    memcpy(blocks, &low, BLOCK);
+    memcpy(blocks + 1, &high, BLOCK);
+  }
 }
 
 // (rows, columns).
 template <typename E>
 static void unpack_rows(const Product& w, const Part& p, E* out) {
-  const int64_t columns = 64 / sizeof(E);  // of a row's part that is written at once
 #pragma omp parallel for num_threads(w.threads) schedule(static) if (w.threads > 1)
   for (int64_t panel = p.panel; panel < p.last; panel++) {
-    alignas(64) E tile[TILE * PANEL];
     const int64_t row = panel * PANEL, rows = std::min<int64_t>(PANEL, w.rows - row);
-    for (int64_t first = p.first; first < p.end; first += columns) {
-      const int64_t end = std::min(first + columns, p.end);
-      unpack_tile(w, panel, first, end, tile, PANEL);
-      Words block[PANEL];
-      for (int i = 0; i < PANEL; i++) block[i] = words_of(tile, i);
-      transpose(block);
-      E* to = out + (row - p.panel * PANEL) * p.stride + first - p.first;
-      for (int64_t r = 0; r < rows; r++, to += p.stride) {
-        if (end - first == columns) memcpy(to, block + r, 64);
-        else memcpy(to, block + r, (end - first) * sizeof(E));
+    for (int64_t first = p.first; first < p.end; first += TILE) {
+      const int64_t count = std::min(TILE, p.end - first);
+      Words blocks[TILE / 4] = {};
+      read_blocks(w, panel, first, count, blocks);
+      transpose(blocks);
+      for (int64_t c = 0; c < count; c += PANEL) {
+        const Scales s = scales_of(w, panel, (first + c) / w.group);
+        E* to = out + (row - p.panel * PANEL) * p.stride + first + c - p.first;
+        for (int64_t r = 0; r < rows; r++, to += p.stride) {
+          const int8_t* from = (const int8_t*)(blocks + r % 8) + r / 8 * TILE + c;
+          const Floats scaled = mul(load(from), floats(s.scale[r]));
+          const Floats values = add(scaled, floats(s.minimum[r]));
+          if (count - c >= PANEL) {
+            store(to, values);
+          } else {
+            E rest[PANEL];
+            store(rest, values);
+            memcpy(to, rest, (count - c) * sizeof(E));
+          }
+        }
       }
     }
   }
