@@ -7,6 +7,7 @@
 `solved.jsonl` with answers, `pairs.jsonl` with a right and a wrong answer, `problems.jsonl` for
 rewards, and `held_out.jsonl`, on which `check` measures greedy answers. Operands have two digits,
 and sums are written with the last digit first: "27+59=" is answered by "68".
+`--hidden-size 448 --layers 8` makes a model of 21 million parameters instead of 0.3 million.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
 )
-SIZES: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 288, "num_layers": 3}
 
 
-def write_model(folder: Path, seed: int) -> None:
+def write_model(folder: Path, seed: int, hidden_size: int = 96, layers: int = 3) -> None:
     """Write a model with random weights, and a tokenizer of single characters."""
     vocabulary = {token: number for number, token in enumerate([*MARKS, *LETTERS])}
+    heads = max(4, hidden_size // 64)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), num_heads=4, num_kv_heads=4, max_seq_len=16, **SIZES
+        vocab_size=len(vocabulary),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        max_seq_len=16,
     )
     Llama.from_config(config, seed=seed).save_pretrained(folder)
     fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -102,12 +109,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="directory to write, or model to check")
     parser.add_argument("--data", type=Path, default=Path("sums"), help="directory of the problems")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden-size", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=3)
     options = parser.parse_args()
     if options.task == "check":
         print(f"held-out problems solved: {check(options.directory, options.data):.1%}")
         return
     options.directory.mkdir(parents=True, exist_ok=True)
-    write_model(options.directory / "start", options.seed)
+    write_model(options.directory / "start", options.seed, options.hidden_size, options.layers)
     write_problems(options.directory, options.seed)
 
 
