@@ -186,7 +186,7 @@ def find_span(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Reaso
 async def _check(body: ChatRequest, serving: Serving) -> ToolUse:
     """Check the limits that can be checked before tokenizing; return the request's tool use.
 
-    A long conversation is checked in a thread: 3,000 messages take 6 ms.
+    A long conversation is checked in a thread: 3,000 messages take 4 to 10 ms.
     """
     if len(body.messages) <= _MANY_MESSAGES:
         return _check_all(body, serving)

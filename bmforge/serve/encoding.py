@@ -140,8 +140,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 def _write_response(head: dict[str, Any], embeddings: Tensor, form: str | None) -> bytes:
     """Return the response's body.
 
-    The rows are converted one by one, in a thread: the JSON encoder holds Python's global lock, for
-    more than a second for 2,048 embeddings.
+    The rows are converted one by one, in a thread: the JSON encoder holds Python's global lock
+    until it has encoded a value.
     """
     rows = [
         json.dumps({"object": "embedding", "index": index, "embedding": _spell(row, form)})

@@ -24,8 +24,8 @@ from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["Encoding", "Encodings"]
 
-# Tokens of a pass of a model in host memory. Matrix products of 256 rows reach the full speed of a
-# core, and larger passes would delay the next token of running answers.
+# Tokens of a pass of a model in host memory. Larger passes would delay the next token of running
+# answers.
 _HOST_TOKENS = 256
 
 
@@ -85,8 +85,7 @@ class Encodings:
         self._model, self._most = model, (max_rows, max_tokens)
         self._came: deque[Encoding] = deque()
         self._unfinished: dict[Encoding, int] = {}  # number of queued inputs
-        # Rows that may share a pass. Searching a queue of all rows would take quadratic time: 12 s
-        # for a request with 2,048 texts.
+        # Rows that may share a pass. Searching a queue of all rows would take quadratic time.
         self._groups: dict[Hashable, deque[_Row]] = {}
         self._queued = 0
 
