@@ -257,7 +257,8 @@ def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[
     for batch in batches:
         # Arrow trusts the lengths in a file; a wrong one crashes the process.
         batch.validate(full=True)
-        for row in batch.to_pylist():
+        for at in range(batch.num_rows):  # row by row, as all rows may be the same long text
+            (row,) = batch.slice(at, 1).to_pylist()
             number += 1
             size = len(str(row).encode("utf-8", "replace"))
             yield Record(
