@@ -19,6 +19,7 @@ __all__ = ["parse_page", "read_html"]
 # Limits above which a page is not parsed: 20,000 nested elements took a parser 19 s.
 _LARGEST_BYTES = 1 << 23
 _DEEPEST = 500
+_MOST_TAGS = 300_000  # a million elements take 0.8 GB of memory
 _MOST_ATTRIBUTES = 4000  # of one tag; the parser compares each with all others
 _HEAD_BYTES = 4096
 # Elements with a required end tag; `<p>` and `<li>` may stay open, so they do not measure depth.
@@ -72,6 +73,9 @@ def parse_page(
     """
     if len(raw) > _LARGEST_BYTES:
         return Drop("page_too_large", len(raw), _LARGEST_BYTES, str(where))
+    tags = raw.count(b"<")
+    if tags > _MOST_TAGS:
+        return Drop("page_tags", tags, _MOST_TAGS, str(where))
     depth = _depth(raw)
     if depth > _DEEPEST:
         return Drop("page_too_deep", depth, _DEEPEST, str(where))
