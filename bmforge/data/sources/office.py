@@ -68,6 +68,7 @@ class ZipParts:
             KeyError: the file does not exist.
             ValueError: the files are too large.
         """
+        self.charge(0)  # a negative limit would read the whole part
         with self._archive.open(name) as part:
             raw = part.read(self._left_bytes + 1)
         self.charge(len(raw))
