@@ -54,9 +54,11 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
     """Yield the name of each file in a zip archive, with its stream or an error record."""
     archive = open_zip(stream, where)
+    archive_bytes, total = stream.seek(0, io.SEEK_END), 0
     for count, member in enumerate(archive.infolist()):
         if 0 <= where.end <= count:  # end of the range
             return
+        total += member.file_size
         if member.is_dir() or count < where.line - 1:
             continue
         if count >= _MOST_MEMBERS:
@@ -69,6 +71,10 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
             yield name, drop_member(inside, "archive_encrypted", name, None, size)
         elif size > where.budget_bytes:
             yield name, drop_member(inside, "archive_size", size, where.budget_bytes, size)
+        elif total > max(_LARGE_BYTES, _HIGHEST_RATIO * archive_bytes):
+            # The directory may list the same compressed data many times.
+            total_ratio = total / max(archive_bytes, 1)
+            yield name, drop_member(inside, "archive_ratio", total_ratio, _HIGHEST_RATIO, size)
         elif size > _LARGE_BYTES and ratio > _HIGHEST_RATIO:
             yield name, drop_member(inside, "archive_ratio", ratio, _HIGHEST_RATIO, size)
         else:
@@ -123,4 +129,5 @@ def drop_member(
     where: Where, rule: str, value: float | str, bound: float | None = None, size_bytes: int = 0
 ) -> Record:
     """Return a record that counts an archive member as dropped, with its size."""
-    return Record(where.whole(), size_bytes, lambda: Drop(rule, value, bound, str(where)))
+    shown = show_name(value) if isinstance(value, str) else value  # a name, or a part of one
+    return Record(where.whole(), size_bytes, lambda: Drop(rule, shown, bound, str(where)))

@@ -19,6 +19,8 @@ __all__ = ["parse_page", "read_html"]
 # Limits above which a page is not parsed: 20,000 nested elements took a parser 19 s.
 _LARGEST_BYTES = 1 << 23
 _DEEPEST = 500
+_MOST_TAGS = 300_000  # a million elements take 0.8 GB of memory
+_MOST_ATTRIBUTES = 4000  # of one tag; the parser compares each with all others
 _HEAD_BYTES = 4096
 # Elements with a required end tag; `<p>` and `<li>` may stay open, so they do not measure depth.
 _NESTING = re.compile(
@@ -26,6 +28,7 @@ _NESTING = re.compile(
     rb"blockquote|main|nav|header|footer|aside|small|big|sub|sup)\b",
     re.I,
 )
+_TAG_START = re.compile(rb"<[a-zA-Z]")
 _CHARSET = re.compile(
     rb"""(?:<meta[^>]{0,200}?charset|<\?xml[^>]{0,80}?encoding)\s*=\s*["']?\s*([\w.:-]{2,40})""",
     re.I,
@@ -70,9 +73,15 @@ def parse_page(
     """
     if len(raw) > _LARGEST_BYTES:
         return Drop("page_too_large", len(raw), _LARGEST_BYTES, str(where))
+    tags = raw.count(b"<")
+    if tags > _MOST_TAGS:
+        return Drop("page_tags", tags, _MOST_TAGS, str(where))
     depth = _depth(raw)
     if depth > _DEEPEST:
         return Drop("page_too_deep", depth, _DEEPEST, str(where))
+    attributes = _most_attributes(raw)
+    if attributes > _MOST_ATTRIBUTES:
+        return Drop("page_attributes", attributes, _MOST_ATTRIBUTES, str(where))
     labels = [label.decode("ascii", "ignore") for label in _CHARSET.findall(raw[:_HEAD_BYTES])]
     decoded = decode(
         raw,
@@ -109,6 +118,15 @@ def _depth(raw: bytes) -> int:
         depth = max(depth - 1, 0) if tag[1] else depth + 1
         deepest = max(deepest, depth)
     return deepest
+
+
+def _most_attributes(raw: bytes) -> int:
+    """Return about the number of attributes of the tag with the most, if it is a long tag."""
+    most = 0
+    for piece in raw.split(b">"):
+        if len(piece) > _MOST_ATTRIBUTES and (tag := _TAG_START.search(piece)):
+            most = max(most, len(piece[tag.start() :].split()))
+    return most
 
 
 def _parse(page: str, where: Where) -> Any:

@@ -68,12 +68,21 @@ class ZipParts:
             KeyError: the file does not exist.
             ValueError: the files are too large.
         """
+        self.charge(0)  # a negative limit would read the whole part
         with self._archive.open(name) as part:
             raw = part.read(self._left_bytes + 1)
-        self._left_bytes -= len(raw)
+        self.charge(len(raw))
+        return raw
+
+    def charge(self, size: int) -> None:
+        """Subtract a size in bytes or characters from the limit.
+
+        Raises:
+            ValueError: the limit is exceeded.
+        """
+        self._left_bytes -= size
         if self._left_bytes < 0:
             raise ValueError("the files in the document are too large after decompression")
-        return raw
 
 
 def office_kind(archive: zipfile.ZipFile) -> str:
@@ -220,7 +229,7 @@ def _xlsx_text(parts: ZipParts) -> str:
     shared = _shared_strings(parts) if "xl/sharedStrings.xml" in parts.names else []
     sheets = [name for name in parts.names if re.fullmatch(r"xl/worksheets/sheet\d+\.xml", name)]
     sheets.sort(key=lambda name: int(_NUMBER.findall(name)[-1]))
-    return "\n\n".join(_each_part(parts, sheets, lambda raw: _sheet_text(raw, shared)))
+    return "\n\n".join(_each_part(parts, sheets, lambda raw: _sheet_text(raw, shared, parts)))
 
 
 def _shared_strings(parts: ZipParts) -> list[str]:
@@ -228,8 +237,11 @@ def _shared_strings(parts: ZipParts) -> list[str]:
     return read_xml_text(parts.read("xl/sharedStrings.xml"), rules).split("\0")[:-1]
 
 
-def _sheet_text(raw: bytes, shared: list[str]) -> str:
-    """Return the rows of a spreadsheet as text, with the values of formulas."""
+def _sheet_text(raw: bytes, shared: list[str], archive: ZipParts) -> str:
+    """Return the rows of a spreadsheet as text, with the values of formulas.
+
+    Each reference to a shared string counts with its length: a few bytes can refer to a long one.
+    """
     parts: list[str] = []
     cell: dict[str, str] = {"type": "", "inside": ""}
 
@@ -246,7 +258,10 @@ def _sheet_text(raw: bytes, shared: list[str]) -> str:
     def text(data: str) -> None:
         if cell["inside"]:
             is_shared = cell["type"] == "s" and data.isdecimal() and int(data) < len(shared)
-            parts.append(shared[int(data)] if is_shared else data)
+            if is_shared:
+                data = shared[int(data)]
+                archive.charge(len(data))
+            parts.append(data)
 
     walk_xml(raw, begin, end, text)
     return "\n".join(line.rstrip("\t") for line in "".join(parts).split("\n")).rstrip("\n")

@@ -17,6 +17,9 @@ from bmforge.errors import DataError, MissingDependencyError
 __all__ = ["join_pages", "parse_pdf", "read_pdf"]
 
 _LARGEST_BYTES = 1 << 28
+# Maximum characters: a multiple of the file size, as many pages may refer to the same content.
+_HIGHEST_RATIO = 10
+_LARGE_TEXT = 1 << 22
 _LEAST_CHARACTERS = 20  # mean characters per page; scans have almost none
 _LEAST_PAGES = 3  # pages on which a line must recur to be a running header
 _EDGE_LINES = 2
@@ -50,12 +53,18 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
         raise MissingDependencyError("pypdfium2", "data", f"reading {where}") from error
     try:
         with pypdfium2.PdfDocument(raw) as file:
-            pages = []
+            pages: list[str] = []
+            left = max(_LARGE_TEXT, _HIGHEST_RATIO * len(raw))
             for page in file:
                 text = page.get_textpage()
-                pages.append(_read_page(text))
+                left -= text.count_chars()
+                if left >= 0:
+                    pages.append(_read_page(text))
                 text.close()
                 page.close()
+                if left < 0:
+                    bound = max(_LARGE_TEXT, _HIGHEST_RATIO * len(raw))
+                    return Drop("pdf_text_too_large", bound - left, bound, str(where))
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             return Drop("pdf_encrypted", None, None, str(where))

@@ -28,6 +28,8 @@ __all__ = ["read_arrow", "read_csv", "read_parquet", "read_tsv"]
 
 _LONGEST_FIELD = 1 << 28
 _BATCH_ROWS = 256
+_HIGHEST_RATIO = 100  # maximum ratio of the rows' size to the file's size, for large tables
+_LARGE_BYTES = 1 << 25
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _RAW = "latin-1"  # maps every byte to one character
 _MARKS = ',;\t"\r\n'
@@ -197,12 +199,13 @@ def read_parquet(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterat
     arrow = _import_arrow(where)
     import pyarrow.parquet
 
+    most_bytes = _most_bytes(stream)
     try:
         file = pyarrow.parquet.ParquetFile(stream)
         columns = _wanted(file.schema_arrow.names, where, options)
         groups = _groups_of(file.metadata, where)
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, row_groups=groups)
-        yield from _read_batches(batches, where, options)
+        yield from _read_batches(batches, most_bytes, where, options)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"file {str(where)!r} is damaged, or is not a Parquet file ({error}). Download it "
@@ -226,6 +229,7 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
     import pyarrow.ipc
 
     is_file = stream.peek(6)[:6] == b"ARROW1"  # type: ignore[attr-defined]
+    most_bytes = _most_bytes(stream)
     try:
         if is_file:
             file = pyarrow.ipc.open_file(stream)
@@ -233,7 +237,8 @@ def read_arrow(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
         else:
             file = batches = pyarrow.ipc.open_stream(stream)
         columns = _wanted(file.schema.names, where, options)
-        yield from _read_batches((batch.select(columns) for batch in batches), where, options)
+        selected = (batch.select(columns) for batch in batches)
+        yield from _read_batches(selected, most_bytes, where, options)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"file {str(where)!r} is damaged, or is not an Arrow file ({error}). Download it again."
@@ -252,14 +257,30 @@ def _wanted(names: list[str], where: Where, options: ReadOptions) -> list[str]:
     return [top, *(name for name in metadata_columns if name != top)]
 
 
-def _read_batches(batches: Any, where: Where, options: ReadOptions) -> Iterator[Record]:
+def _most_bytes(stream: BinaryIO) -> int:
+    """Return the largest total size of the rows of a table; the stream is at its start."""
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    return max(_LARGE_BYTES, _HIGHEST_RATIO * size)
+
+
+def _read_batches(
+    batches: Any, most_bytes: int, where: Where, options: ReadOptions
+) -> Iterator[Record]:
     number = where.line - 1
     for batch in batches:
         # Arrow trusts the lengths in a file; a wrong one crashes the process.
         batch.validate(full=True)
-        for row in batch.to_pylist():
+        for at in range(batch.num_rows):  # row by row, as all rows may be the same long text
+            (row,) = batch.slice(at, 1).to_pylist()
             number += 1
             size = len(str(row).encode("utf-8", "replace"))
+            most_bytes -= size
+            if most_bytes < 0:
+                raise DataError(
+                    f"{where}:{number}: the rows are more than {_HIGHEST_RATIO} times larger than "
+                    "the file (a decompression bomb). Remove the file from the input."
+                )
             yield Record(
                 where.place(number), size, partial(_parse_entry, row, where, number, options)
             )

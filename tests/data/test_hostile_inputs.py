@@ -1,0 +1,134 @@
+"""Files that attack readers, and texts that attack the steps: bounded, and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import hostile_inputs
+import pytest
+from hostile_inputs import FILES, TEXTS, make_arrow, make_parquet
+
+from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
+from bmforge.data.clean.normalize import normalise
+from bmforge.data.clean.private import MaskPrivate
+from bmforge.data.clean.repair import repair_text
+from bmforge.data.clean.rule import explain_text
+from bmforge.data.clean.rules import RULE_SETS
+from bmforge.data.clean.script import detect_script, strip_invisible
+from bmforge.data.clean.statistics import TextStatistics
+from bmforge.data.dedup.tokens import locate_tokens
+from bmforge.data.sources.document import Document
+from bmforge.data.sources.files import read_records
+from bmforge.data.sources.record import ReadOptions
+from bmforge.errors import DataError
+
+KILOBYTE, MEGABYTE = 1 << 10, 1_000_000
+SHORT = ("links.tar", "shared.xlsx", "heads.warc")
+IN_GROUPS = [sorted(FILES)[start : start + 8] for start in range(0, len(FILES), 8)]
+needs_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+
+
+def check_files(folder: Path, size: int, names: list[str] | tuple[str, ...]) -> None:
+    """Each file costs at most 1 GB and a minute, and never the sound file beside it."""
+    program = [sys.executable, hostile_inputs.__file__, str(folder), str(size), *names]
+    ran = subprocess.run(program, capture_output=True, text=True, env=dict(os.environ))
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    results = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert [result["name"] for result in results] == list(names)
+    bad = [
+        result
+        for result in results
+        if "error" in result
+        or result["memory_mb"] > 1024
+        or result["seconds"] > 60
+        or result["missing"]
+        or not result["is_sound_kept"]
+    ]
+    assert not bad
+
+
+@needs_linux
+def test_attacking_files_cost_neither_memory_nor_the_run(tmp_path: Path) -> None:
+    check_files(tmp_path, 20_000, SHORT)
+
+
+@needs_linux
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(len(IN_GROUPS)))
+def test_all_attacking_files_cost_neither_memory_nor_the_run(tmp_path: Path, number: int) -> None:
+    check_files(tmp_path, 200_000, IN_GROUPS[number])
+
+
+@pytest.mark.parametrize("make", [make_parquet, make_arrow])
+def test_rows_that_share_a_long_text_are_bounded(
+    tmp_path: Path, make: Callable[[int], bytes]
+) -> None:
+    """A table of some kilobytes has 4,000 rows of 1 MB; reading stops after 32 MB."""
+    raw = make(MEGABYTE)
+    assert len(raw) < 100 * KILOBYTE
+    path = tmp_path / ("a.parquet" if make is make_parquet else "a.arrow")
+    path.write_bytes(raw)
+    sizes: list[int] = []
+    records = (sizes.append(record.size_bytes) for record in read_records(path, ReadOptions()))
+    with pytest.raises(DataError, match="decompression bomb"):
+        deque(records, maxlen=0)
+    total = sum(sizes)
+    assert MEGABYTE < total < 34 * MEGABYTE
+
+
+def apply_rules(text: str) -> None:
+    statistics = TextStatistics(text)
+    for rules in RULE_SETS.values():
+        explain_text(statistics, rules)
+        if rules.rewrite:
+            rules.rewrite(statistics)
+
+
+mask = MaskPrivate(regions=("US", "DE", "GB", "FR"))
+STEPS: dict[str, Callable[[str], object]] = {
+    "mask": lambda text: mask(Document(text, "x")),
+    "rules": apply_rules,
+    "boilerplate": drop_boilerplate,
+    "wrapped": join_wrapped_lines,
+    "repair": repair_text,
+    "normalise": normalise,
+    "script": detect_script,
+    "invisible": strip_invisible,
+    "tokens": locate_tokens,
+}
+
+
+def slowdown(step: Callable[[str], object], piece: str, size: int) -> float:
+    """Return the CPU time per character at four times the size, relative to `size`.
+
+    The least of two runs counts. Times below 0.1 seconds are too short to compare.
+    """
+    seconds = []
+    for factor in (1, 4):
+        text, least = piece * (factor * size // len(piece)), 99.0
+        for _ in range(2):
+            begin = time.process_time()
+            step(text)
+            least = min(least, time.process_time() - begin)
+        seconds.append(least)
+    return seconds[1] / max(seconds[0], 0.1) / 4
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_take_linear_time(step: str) -> None:
+    for name in ("at signs", "hexadecimal groups", "hard wraps", "combining marks"):
+        assert slowdown(STEPS[step], TEXTS[name], 4 * KILOBYTE) < 2, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_steps_take_linear_time_on_each_text(step: str, name: str) -> None:
+    assert slowdown(STEPS[step], TEXTS[name], 64 * KILOBYTE) < 2
