@@ -25,28 +25,28 @@ def explain_box(text: str) -> str:
     if not blocks:
         return text.strip()
     problem = " ".join(blocks[0]).partition(" Got errors:")[0]
-    if found := re.match(r"Error parsing (--\S+): (.*)", problem):
-        name, reason = found.groups()
+    if match := re.match(r"Error parsing (--\S+): (.*)", problem):
+        name, reason = match.groups()
         value = re.search(r"'([^']*)'\W*$", reason)
         kinds = [line.partition(" ")[2] for b in blocks[1:] for line in b if line.startswith(name)]
         if value is None or not kinds:
             return f"{name}: {_end(reason)}"
         kind = " or ".join(_KINDS.get(part, part) for part in kinds[0].split("|"))
         return f"{name} {value[1]} is not valid (needed: {kind}). Correct the value."
-    if found := re.match(r"Error parsing \S+: (.*)", problem):
-        return _end(found[1])  # the error of a dataclass, which is a sentence
-    if found := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \(", problem):
-        value, name = found.groups()
-        choices = sorted(re.findall(r"'([^']*)'", problem[found.end() :]))
+    if match := re.match(r"Error parsing \S+: (.*)", problem):
+        return _end(match[1])  # the error of a dataclass, which is a sentence
+    if match := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \(", problem):
+        value, name = match.groups()
+        choices = sorted(re.findall(r"'([^']*)'", problem[match.end() :]))
         return (
             f"{name} {value} is not supported (supported: {', '.join(choices)})."
             f"{suggest(value, choices)}"
         )
-    if found := re.match(r"Missing value for argument '(.*)'. Expected (\d+)", problem):
-        count = "a value" if found[2] == "1" else f"{found[2]} values"
-        return f"{found[1]} needs {count}. Write the value after the name of the option."
-    if found := re.match(r"Unrecognized options: (.*)", problem):
-        return f"unexpected argument: {found[1]}. --help lists the options."
+    if match := re.match(r"Missing value for argument '(.*)'. Expected (\d+)", problem):
+        count = "a value" if match[2] == "1" else f"{match[2]} values"
+        return f"{match[1]} needs {count}. Write the value after the name of the option."
+    if match := re.match(r"Unrecognized options: (.*)", problem):
+        return f"unexpected argument: {match[1]}. --help lists the options."
     missing = [line for line in blocks[0] if line.startswith("--")]
     if problem.startswith("Missing from") and missing:
         return f"{missing[0].split()[0]} is missing. Pass {' and '.join(missing)}."

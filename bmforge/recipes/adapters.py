@@ -206,9 +206,9 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if config.freeze_base:
         raise ConfigError("freeze_base=True has no effect with an adapter. Remove it.")
     kind, options = KINDS[chosen.kind], chosen.options()
-    known = {*PART_KINDS[kind.kind].options.__dataclass_fields__, *kind.peft_options}
+    option_names = {*PART_KINDS[kind.kind].options.__dataclass_fields__, *kind.peft_options}
     for name in options:
-        if name not in known:
+        if name not in option_names:
             raise ConfigError(
                 f"adapter.{name}={options[name]!r} has no effect with "
                 f"adapter.kind={chosen.kind!r}. Leave it out."

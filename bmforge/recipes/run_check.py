@@ -80,10 +80,10 @@ def check_options(
     refuse_idle_options(config, **needs)
     config = resolve_adapter(need_fields(config, needs))
     config = dataclasses.replace(config, data=resolve_batch(config, processes))
-    if hasattr(config.data, "seq_len"):
-        check_length(config)
     if check is not None:
         check(config, processes)
+    if hasattr(config.data, "seq_len"):
+        check_length(config)
     check_build(config, processes)
     model, train = describe_model(config), config.train
     refuse_idle_for(model, config)

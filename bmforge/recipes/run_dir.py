@@ -211,10 +211,10 @@ def record_overrides(run_dir: Path, config: Any) -> Any:
 def check_overridden(config: Any) -> None:
     """Raise `ConfigError` if `override` names no field or table of the config."""
     fields = [name.split(".") for name in _flatten(config_to_dict(config))]
-    known = {".".join(parts[:n]) for parts in fields for n in range(1, len(parts) + 1)}
-    for name in sorted(overridden_fields(config) - known):
+    names = {".".join(parts[:n]) for parts in fields for n in range(1, len(parts) + 1)}
+    for name in sorted(overridden_fields(config) - names):
         raise ConfigError(
-            f"override={name!r} is not a field of this run.{suggest(name, known)} --print-config "
+            f"override={name!r} is not a field of this run.{suggest(name, names)} --print-config "
             "shows all fields."
         )
 

@@ -322,6 +322,8 @@ def test_exports_are_pushed_whole(
             calls.append(("upload", {file.name for file in Path(folder_path).iterdir()}))
 
     monkeypatch.setattr("bmforge.recipes.export.HfApi", Hub)
+    monkeypatch.setattr("bmforge.recipes.export.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("bmforge.recipes.export.get_token", lambda: "a token")
     run = train(base, tmp_path, "--push-to-hub", "me/mine", steps=1)
     names = {file.name for file in (run / "export").iterdir()}
     assert calls == [("create", ("me/mine", True, True)), ("upload", names)]
