@@ -358,7 +358,8 @@ POLICY_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"beta": 0.2, "kl_importance": False},
         {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False},
     ),
-    "dual clip": ("grpo", {"clip_dual": 1.1}, {"loss_type": "grpo", "delta": 1.1}),
+    # Above 1 + clip_high: below, TRL's bound also limits the ratio of positive advantages.
+    "dual clip": ("grpo", {"clip_dual": 1.25}, {"loss_type": "grpo", "delta": 1.25}),
     "dr_grpo": ("dr_grpo", {"beta": 0.1}, {"loss_type": "dr_grpo", "beta": 0.1}),
     "dapo": ("dapo", {"beta": 0.1}, {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.1}),
     "cispo": ("cispo", {"clip_high": 1.1}, {"loss_type": "cispo", "epsilon_high": 1.1}),
