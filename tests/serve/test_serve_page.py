@@ -213,5 +213,5 @@ def test_a_document(browser: Any, start: Any, bee: Engine) -> None:
         visit.shoot("documents")
         page.fill("#documents-text", "{")
         page.click("#documents-send")
-        assert "no JSON" in page.text_content("#problem")
+        assert "not valid JSON" in page.text_content("#problem")
         assert not visit.wrong
