@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packing import PANEL_ROWS, PackedMatrix, QuantSpec
+from bmforge.nn.packing import PackedMatrix, QuantSpec
 from bmforge.nn.panel_products import multiply_transposed
 from bmforge.nn.products import (
     decode_spec,
+    dequantize_stack,
     load_kernels,
     numbers_of,
     product_dtype,
@@ -22,7 +23,7 @@ from bmforge.nn.products import (
 )
 from bmforge.nn.tracing import is_tracing
 
-__all__ = ["GroupedProduct", "Product", "dequantize_stack", "multiply_gradient"]
+__all__ = ["GroupedProduct", "Product", "multiply_gradient"]
 
 
 class Product(torch.autograd.Function):
@@ -108,13 +109,3 @@ def multiply_gradient(grad: Tensor, matrix: PackedMatrix, rows: int, spec: Quant
         return multiply_transposed(kernels, grad.to(dtype), matrix, rows, spec).to(grad.dtype)
     weight = torch.ops.bmforge.dequantize(*matrix, rows, numbers_of(spec))
     return (grad.to(dtype) @ weight.to(dtype)).to(grad.dtype)
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]

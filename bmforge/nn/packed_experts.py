@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packed_autograd import GroupedProduct, dequantize_stack
 from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.packing import QuantSpec
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import numbers_of
+from bmforge.nn.products import dequantize_stack, numbers_of
 
 __all__ = ["StackStore"]
 
@@ -49,7 +49,11 @@ class StackStore(PackedStore):
         if x.dtype == torch.float64 and self.spec.activations == "float":
             return grouped_linear(x, self.dense(key, x.dtype), ends)
         wants = torch.is_grad_enabled() and x.requires_grad
-        run = GroupedProduct.apply if wants else torch.ops.bmforge.multiply_stacked
+        run: Any = torch.ops.bmforge.multiply_stacked
+        if wants:
+            from bmforge.nn.packed_autograd import GroupedProduct  # for training only
+
+            run = GroupedProduct.apply
         tensors, rows = self._tensors(f"{key}_"), self._sizes[key][1]
         return run(x, *tensors, rows, numbers_of(self.spec), ends)
 

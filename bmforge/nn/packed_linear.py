@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmforge.nn.adapted_product import AdaptedProduct
 from bmforge.nn.adapter_selection import choice_of
 from bmforge.nn.device_kernels import takes_device_kernels
 from bmforge.nn.low_rank import LowRank, linear_sizes
@@ -82,6 +81,8 @@ class QuantizedLinear(MatrixStore, nn.Linear):
         Shape:
             x: (..., columns); down: (R, columns); up: (rows, R); returns (..., rows)
         """
+        from bmforge.nn.adapted_product import AdaptedProduct  # for training only
+
         matrix, bias = PackedMatrix(*self._tensors()), self.bias
         bias = None if bias is None else bias.to(x.dtype)
         numbers = numbers_of(self.spec)

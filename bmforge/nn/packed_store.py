@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.errors import ConfigError
-from bmforge.nn.packed_autograd import Product
 from bmforge.nn.packing import (
     PANEL_ROWS,
     PackedMatrix,
@@ -241,7 +240,11 @@ class MatrixStore(PackedStore):
         # Call the kernel directly if untraced: torch's dispatch costs more than some products.
         is_seen = is_tracing() or torch.autograd._profiler_enabled()
         if wants or is_seen or not runs_here(inside, bias, *matrix):
-            run = Product.apply if wants else torch.ops.bmforge.multiply_packed
+            run: Any = torch.ops.bmforge.multiply_packed
+            if wants:
+                from bmforge.nn.packed_autograd import Product  # for training only
+
+                run = Product.apply
             out = run(inside, *matrix, self.rows, numbers_of(self.spec), bias)
         else:
             out = multiply_packed(inside, matrix, self.rows, self.spec, bias)

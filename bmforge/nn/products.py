@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bmforge.native import say_once
 from bmforge.nn.packing import (
+    PANEL_ROWS,
     Integers,
     PackedMatrix,
     QuantSpec,
@@ -27,7 +28,6 @@ from bmforge.nn.packing import (
     quantize_groups,
     unpack_matrix,
 )
-from bmforge.nn.panel_products import multiply_by_panels
 from bmforge.nn.plain_products import matches_torch, multiply_plain
 from bmforge.nn.product_kernels import (
     PLAIN_KINDS,
@@ -44,6 +44,7 @@ __all__ = [
     "Kernels",
     "decode_spec",
     "dequantize",
+    "dequantize_stack",
     "lacks_library",
     "load_kernels",
     "load_variant",
@@ -157,6 +158,16 @@ def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
     return kernels.unpack(matrix, rows, spec)
 
 
+def dequantize_stack(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
+    experts, panels = packed.shape[:2]
+    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
+    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
+    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
+
+
 def multiply_packed(
     x: Tensor, matrix: PackedMatrix, rows: int, spec: QuantSpec, bias: Tensor | None = None
 ) -> Tensor:
@@ -176,6 +187,8 @@ def multiply_packed(
     wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     kernels = load_kernels() if runs_here(wide, bias, *matrix) else None
     if is_many and kernels is not None:
+        from bmforge.nn.panel_products import multiply_by_panels  # needs float activations
+
         out = multiply_by_panels(kernels, wide, matrix, rows, spec, bias)
     elif is_many:
         out = F.linear(wide, dequantize(matrix, rows, spec).to(dtype), bias)
