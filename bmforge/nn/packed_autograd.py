@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packed_experts import dequantize_stack
 from bmforge.nn.packing import PackedMatrix, QuantSpec
 from bmforge.nn.panel_products import multiply_transposed
 from bmforge.nn.products import (
     are_plain_cpu_tensors,
     decode_spec,
+    dequantize_stack,
     encode_spec,
     load_kernels,
     product_dtype,

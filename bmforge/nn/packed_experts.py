@@ -11,21 +11,11 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.packed_store import PackedStore
-from bmforge.nn.packing import PANEL_ROWS, QuantSpec
+from bmforge.nn.packing import QuantSpec
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import encode_spec
+from bmforge.nn.products import dequantize_stack, encode_spec
 
-__all__ = ["StackStore", "dequantize_stack"]
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
+__all__ = ["StackStore"]
 
 
 class StackStore(PackedStore):

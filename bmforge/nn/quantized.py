@@ -22,11 +22,11 @@ from bmforge.nn.foreign_experts import (
 from bmforge.nn.head import LMHead
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
-from bmforge.nn.packed_experts import StackStore, dequantize_stack
+from bmforge.nn.packed_experts import StackStore
 from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.nn.packed_store import MatrixStore, PackedRows, PackedStore
 from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
-from bmforge.nn.products import are_plain_cpu_tensors, encode_spec, load_kernels
+from bmforge.nn.products import are_plain_cpu_tensors, dequantize_stack, encode_spec, load_kernels
 from bmforge.nn.shard_hooks import HeadRows
 from bmforge.nn.tracing import is_tracing
 
