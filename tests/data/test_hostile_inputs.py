@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hostile_inputs
 import pytest
-from hostile_inputs import FILES, TEXTS, make_arrow, make_parquet
+from hostile_inputs import FILES, TEXTS, make_arrow, make_overlapping_zip, make_parquet
 
 from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
 from bmforge.data.clean.normalize import normalise
@@ -25,7 +25,7 @@ from bmforge.data.clean.script import detect_script, strip_invisible
 from bmforge.data.clean.statistics import TextStatistics
 from bmforge.data.dedup.tokens import locate_tokens
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.files import read_records
+from bmforge.data.sources.files import parse_record, read_records
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
 
@@ -81,6 +81,14 @@ def test_rows_that_share_a_long_text_are_bounded(
         deque(records, maxlen=0)
     total = sum(sizes)
     assert MEGABYTE < total < 34 * MEGABYTE
+
+
+def test_a_zip_archive_that_lists_the_same_data_often_is_bounded(tmp_path: Path) -> None:
+    """Each of 200 members has the same 3 MB; members beyond 32 MB in all are dropped."""
+    (tmp_path / "a.zip").write_bytes(make_overlapping_zip(200_000))
+    parsed = [parse_record(record) for record in read_records(tmp_path / "a.zip", ReadOptions())]
+    rules = [getattr(one, "rule", "") for one in parsed]
+    assert rules == [""] * 10 + ["archive_ratio"] * 190
 
 
 def apply_rules(text: str) -> None:
