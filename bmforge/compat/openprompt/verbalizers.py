@@ -106,9 +106,8 @@ class ManualVerbalizer(nn.Module):
 
     def _make(self, rows: list[list[str]]) -> nn.Module:
         """Build the bmforge verbalizer for label words; subclasses override this method."""
-        return prompt.ManualVerbalizer(
-            rows, wrap_tokenizer(self.tokenizer), self.join, self.normalize
-        )  # type: ignore[arg-type]
+        tokenizer, join = wrap_tokenizer(self.tokenizer), self.join
+        return prompt.ManualVerbalizer(rows, tokenizer, join, self.normalize)  # type: ignore[arg-type]
 
     def from_file(self, path: str, choice: int = 0) -> Self:
         """Read the label words from a file; return the verbalizer."""
