@@ -36,11 +36,11 @@ def explain_box(text: str) -> str:
     if match := re.match(r"Error parsing \S+: (.*)", problem):
         return _end(match[1])  # the error of a dataclass, which is a sentence
     if match := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \(", problem):
-        value, name = match.groups()
+        wrong, name = match.groups()
         choices = sorted(re.findall(r"'([^']*)'", problem[match.end() :]))
         return (
-            f"{name} {value} is not supported (supported: {', '.join(choices)})."
-            f"{suggest(value, choices)}"
+            f"{name} {wrong} is not supported (supported: {', '.join(choices)})."
+            f"{suggest(wrong, choices)}"
         )
     if match := re.match(r"Missing value for argument '(.*)'. Expected (\d+)", problem):
         count = "a value" if match[2] == "1" else f"{match[2]} values"

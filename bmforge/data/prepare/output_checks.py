@@ -115,4 +115,5 @@ def check_free(out: Path) -> None:
 
 
 def step_names(steps: Sequence[DocumentStage]) -> tuple[str, ...]:
+    """Return the name and version of each step, as recorded in ``prepared.toml``."""
     return tuple(f"{step.name} {step.version}" for step in steps)
