@@ -90,7 +90,7 @@ class DistillationObjective:
         return prepared
 
     def _predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the teacher's predictions; on a pipeline stage without its head, none."""
+        """Return the teacher's predictions; a pipeline stage without its head has none."""
 
         def predict(head: HeadInput, vocab: VocabCut | None) -> TopKPredictions:
             return linear_top_k(head, self._top_k, temperature=self._temperature, vocab=vocab)

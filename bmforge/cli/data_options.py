@@ -52,7 +52,7 @@ class PrepareCommand:
     Args:
         input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or
             in archives) or directories (if empty: Python's help texts, as an example).
-        out: directory to write.
+        out: output directory for token stores and the tokenizer.
         overwrite: replace the output of a previous `prepare`.
         dry_run: only list the stages that would run.
         config: options for preparing the corpus.

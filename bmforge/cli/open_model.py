@@ -80,7 +80,7 @@ def with_file_scheme(memory: MemoryOptions, directory: Path) -> MemoryOptions:
 
 
 def _keeps_integers(directory: Path) -> bool:
-    """Return True if the file has integer weights that bmforge's quantized layers can store."""
+    """Return True if bmforge's quantized layers can store the checkpoint's integer weights."""
     if not is_gguf(directory) and "quantization_config" not in read_raw_config(directory):
         return False
     plain, files = AutoModel.describe_pretrained(directory)

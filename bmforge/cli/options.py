@@ -228,7 +228,7 @@ class MergeCommand:
 
     Args:
         adapter: adapter directory, or the directory of a run that trained an adapter.
-        out: directory to write.
+        out: output directory.
         base: directory, hub id or short name of the base model (if None: the model named in the
             adapter's config). If the adapter was trained on a quantized model, pass the 16-bit
             model.

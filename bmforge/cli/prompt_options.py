@@ -20,7 +20,7 @@ class PromptCommand:
         model: preset, family or model directory for which the prompt is rendered.
         data_task: name of a published task, such as ag_news.
         data_paths: directory of the published task, or .jsonl files with your own data.
-        data_labels: labels of your own data.
+        data_labels: label names of your own data, in the order of the classes.
         split: split of the published task.
         tokenizer: directory of the tokenizer (if None: that of the model).
         verbalizer: file with the label words of each class (if None: those of the task).

@@ -138,7 +138,7 @@ class Conversation:
         if self._processor is None:
             raise ConfigError(
                 f"the image {path!r} cannot be used, because this model supports only text. Use a "
-                "vision-language model, with all files of its published directory."
+                "vision-language model whose directory contains its image processor."
             )
         self._images[path] = read_image_file(path)
 

@@ -37,7 +37,7 @@ class ImageChat:
             what = "image processor" if processor is None else "chat template"
             raise ConfigError(
                 f"{str(directory)!r} has no {what}, so images cannot be used. Use a "
-                "vision-language model, with all files of its published directory."
+                "vision-language model whose directory contains both."
             )
         self.processor: Processor = processor
         self.template = ChatTemplate(source, tokenizer)

@@ -32,7 +32,7 @@ class GenerationConfig:
             al. 2024); None or 0 means no minimum.
         repetition_penalty: factor above 1 that makes tokens of the prompt and the text less
             likely (Keskar et al. 2019).
-        presence_penalty: value subtracted from the logit of every generated token (OpenAI).
+        presence_penalty: value subtracted from the logits of all tokens in the answer so far.
         frequency_penalty: value subtracted from a generated token's logit once per occurrence
             (OpenAI); the prompt does not count.
         no_repeat_ngram_size: length in tokens of n-grams that may occur only once; 0 for no limit.

@@ -137,7 +137,7 @@ class Transcriber:
         if self._extractor is None or getattr(self._processor, "tokenizer", None) is None:
             raise ConfigError(
                 f"{str(directory)!r} has no speech processor, so audio cannot be used. Use a "
-                "speech model such as Whisper, with all files of its published directory."
+                "speech model such as Whisper whose directory contains its processor."
             )
         self.sampling_rate = int(self._extractor.sampling_rate)
         library = load_library("A speech model")

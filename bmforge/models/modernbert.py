@@ -58,7 +58,7 @@ class ModernBertConfig(EncoderConfig):
         mlp_bias: biases in the MLP.
         norm_bias: biases in the norms.
         head_bias: bias in the first layer of the heads.
-        head_activation: activation of the heads.
+        head_activation: activation function of the prediction heads.
         classifier_pooling: "cls" to classify a sequence by its first token, or "mean".
     """
 

@@ -173,7 +173,7 @@ def _find(model: Any, name: str) -> Block:
         own = set(persistent_tensors(Block(block.spec, 0)))
     if unexpected := sorted(set(tensors) ^ own):
         raise ConfigError(
-            f"{name} already has changes other than its sizes ({', '.join(unexpected[:3])}). "
+            f"{name} was already modified, not only resized ({', '.join(unexpected[:3])}). "
             "Resize layers first, then apply other changes."
         )
     if any(is_distributed(tensor) for tensor in tensors.values()):

@@ -36,7 +36,7 @@ def write_model(
 
     Args:
         model: model, parallelized or not.
-        out: directory to write.
+        out: output directory.
         overwrite: replace existing weights.
         max_file_bytes: size above which the weights are split over several files.
         alone: True if this rank has the full model and writes it alone.

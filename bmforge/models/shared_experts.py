@@ -44,7 +44,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
     """Config of a decoder with routed and shared experts; the rest is from `LlamaLikeConfig`.
 
     Args:
-        intermediate_size: hidden width F of the MLP in layers without experts.
+        intermediate_size: intermediate size F of the MLP in layers without experts.
         num_experts: number E of routed experts in a layer.
         experts_per_token: number k of routed experts per token.
         expert_size: hidden width F of one expert.

@@ -139,7 +139,7 @@ class _Pair:
         self._tops: dict[int, Tensor] = {}
 
     def add_(self, student: Tensor, teacher: Tensor, first: int) -> None:
-        """Add tiles of both models' logits to the softmax sums; overwrite them with exponentials.
+        """Add tiles of both models' logits to the softmax sums; exponentials overwrite the tiles.
 
         `first` is the index of the tiles' first column in this rank's vocabulary.
         """

@@ -209,8 +209,8 @@ class LowRank(AdapterModule):
     ) -> Any:
         """Return the low-rank update of the layer's output, or `out` plus the update.
 
-        `want` selects the factors of the update instead. They must not be read as attributes,
-        because layouts replace parameters with local shards only during a module call.
+        With `want` set to "factors" or "all", the low-rank factors are returned instead. Do not
+        read them as attributes: parallel layouts use local shards only during a module call.
 
         Args:
             x: input of the layer.

@@ -55,9 +55,9 @@ class QuantizedLinear(MatrixStore, nn.Linear):
         return joined
 
     def _fused_adapter(self, x: Tensor) -> LowRank | None:
-        """Return the layer's only adapter if its update and the product can be one function.
+        """Return the only adapter if one autograd function can compute its update and the product.
 
-        The hook of the adapters must be the first to see the output.
+        This requires that the hook of the adapters is the layer's first forward hook.
         """
         hooks = self._forward_hooks
         if not hooks or not torch.is_grad_enabled() or next(iter(hooks.values())) is not join_parts:

@@ -273,10 +273,10 @@ def _shard_experts_(
 
 
 def _free_after_forward_(modules: Sequence[nn.Module]) -> None:
-    """Make units free their gathered parameters after forward.
+    """Make FSDP modules free their gathered parameters after forward.
 
-    Passing the option to `fully_shard` itself would also split every parameter into views for
-    partial resharding, which is not used.
+    Passing `reshard_after_forward=True` to `fully_shard` would also split every parameter into
+    views for partial resharding, which is not used.
     """
     for module in modules:
         if isinstance(module, FSDPModule):  # experts without sharding are plain modules

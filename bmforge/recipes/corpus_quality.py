@@ -77,7 +77,7 @@ def _check(config: QualityConfig) -> None:
         )
     if not (config.labeled or config.good):
         raise ConfigError(
-            "there are no training texts. Pass good texts with --good (and others with --bad), "
+            "there are no training texts. Pass good texts with --good, and bad ones with --bad, "
             "or files of labeled texts with --labeled."
         )
     if config.good_from is not None and not config.labeled:

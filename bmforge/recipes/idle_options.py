@@ -85,7 +85,7 @@ def refuse_idle_with(data: Any, config: Any) -> None:
     if config.train.eval_every_steps is not None and not data.held_out:
         raise ConfigError(
             f"train.eval_every_steps={config.train.eval_every_steps} has no effect without "
-            "held-out data. Pass --data.validation FILE, or leave it out."
+            "held-out data. Pass --data.validation FILE, or remove eval_every_steps."
         )
     if config.train.num_epochs != 1 and getattr(data.loader, "is_endless", False):
         raise ConfigError(

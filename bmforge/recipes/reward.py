@@ -96,7 +96,9 @@ def _check(config: Any, processes: int) -> None:
             "--supervision process, or leave it out."
         )
     if config.step_separator == "":
-        raise ConfigError("step_separator='' has no tokens. Choose another separator.")
+        raise ConfigError(
+            "step_separator is empty (expected: a text that ends each step, such as '\\n')."
+        )
 
 
 def with_reward_head(config: Any) -> Any:

@@ -88,7 +88,7 @@ class RunConfig:
     """Base config of all runs; a recipe adds `model`, a family's config, and `data`.
 
     Args:
-        run_dir: directory of the run.
+        run_dir: directory for checkpoints, logs and the exported model.
         init_from: initial model: directory, hub id or short name; its sizes apply, except for
             fields that are set in `model` (if None: random initialization).
         model_changes: names of the `model` fields that override `init_from`, set by the command

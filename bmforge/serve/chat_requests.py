@@ -184,7 +184,7 @@ def find_span(body: ChatRequest, prompt: EncodedPrompt, tokenizer: Any) -> Reaso
 
 
 async def _check(body: ChatRequest, serving: Serving) -> ToolUse:
-    """Check the limits that can be checked before tokenizing; return the request's tool use.
+    """Check the limits that can be checked before tokenizing; return the request's tool settings.
 
     A long conversation is checked in a thread: 3,000 messages take 4 to 10 ms.
     """

@@ -38,7 +38,7 @@ class CookOutput:
 
 
 class CookTrainer:
-    """Sets up compression methods for models that a program trains."""
+    """Sets up compression methods for a model that is trained in the program's own loop."""
 
     @staticmethod
     def forward(

@@ -49,7 +49,7 @@ def BMTrainModelWrapper(model: Model) -> Model:  # noqa: N802
 
 @torch.no_grad()
 def _fill_tables_(model: nn.Module) -> None:
-    """Compute the buffers of a model on the meta device that its checkpoints do not contain."""
+    """Compute the buffers that checkpoints do not contain, for a model created on meta."""
     fill = getattr(model, "_init_weights", None)
     missing = []
     for name, module in model.named_modules():

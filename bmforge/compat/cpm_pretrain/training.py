@@ -47,8 +47,8 @@ def lay_out_(
 ) -> nn.Module:
     """Parallelize the model of a program over a mesh, in place.
 
-    Layers of `mpu` are tensor parallel already: their local parts become shards of full parameters,
-    which are gathered over the replicas when the model is called.
+    Layers of `mpu` are tensor parallel already. ZeRO shards their local weights over the
+    data-parallel ranks, and gathers them in forward.
 
     Args:
         model: model, built in the same way on every process.

@@ -160,7 +160,8 @@ def compare_logits(student: Tensor, teacher: Tensor, temperature: float) -> Tens
     if student.shape != teacher.shape:
         raise ShapeError(
             f"the logits of the student have the shape {tuple(student.shape)}, but those of the "
-            f"teacher have the shape {tuple(teacher.shape)}. Use models with the same classes."
+            f"teacher have the shape {tuple(teacher.shape)}. Use models with the same vocabulary "
+            "or labels."
         )
     wide = accumulation_dtype(student.dtype)
     student_wide, teacher_wide = student.to(wide), teacher.to(wide)

@@ -47,7 +47,7 @@ def pair_layers(student: int, teacher: int, layers: str) -> list[tuple[int, int]
     if not pairs:
         raise ConfigError(
             f"layers={layers!r} selects no pair of the {student} student and {teacher} teacher "
-            "layers. Use another mapping."
+            'layers. Set layers="uniform" or "last".'
         )
     return pairs
 

@@ -27,8 +27,8 @@ class MoEfyConfig:
         router: kind of router: "two_layer" and "linear" are trained on feature activity;
             "similarity" compares a token with the mean row of every expert.
         always: number of features, the most active ones, that are computed for every token.
-        choice: selection of experts: "top_k" per token, or "per_call" for all tokens of a call
-            together, which needs no sorting.
+        choice: selection of experts: "top_k" for each token, or "per_call" for all tokens of a
+            forward pass together, so that tokens need no sorting by expert.
         relu: first replace the activation with ReLU, which is sparser; the model must be trained or
             distilled afterwards.
         max_tokens: number of calibration tokens.

@@ -247,7 +247,7 @@ class _Probes:
         return scores
 
     def _unit_scores(self, name: str, what: str, mean: Tensor) -> Scores:
-        """Return scores of heads, dims and features from the inputs of the output projections."""
+        """Return scores of heads, head dims or features from mean inputs of the projection."""
         block = self.blocks[name]
         if what == "mlp.units":
             mlp: Any = block.mlp

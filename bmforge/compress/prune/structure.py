@@ -178,7 +178,7 @@ class StructureMethod(MethodBase):
         fix_gates_(chosen, self.gates)
 
     def _plan(self, model: nn.Module, chosen: SelectedUnits) -> PruningPlan:
-        """Return the plan that keeps the chosen units."""
+        """Return the pruning plan that removes all units except the chosen ones."""
         return plan_of_units(model, chosen)
 
     def _shift_(self) -> None:

@@ -107,7 +107,7 @@ class Zeros(MethodBase):
                 view_parameters_(module, dict.fromkeys(keys, keep_zeros), _PLACE)
 
     def after_step_(self, model: nn.Module, step: int) -> None:
-        """Reset zeros that momentum has changed, and prune further according to the schedule."""
+        """Set pruned weights that momentum changed to zero again, and prune by the schedule."""
         config = self.config
         is_scheduled = bool(config.steps or config.begin_step)
         for name, parameter in self._pruned_parameters(model):

@@ -60,7 +60,7 @@ def block_errors(
 
 @contextmanager
 def _rounded(fold: Fold, specs: Mapping[str, QuantSpec], scales: Tensor) -> Iterator[None]:
-    """Context manager in which a fold's matrices and their inputs are scaled and rounded."""
+    """Context manager: scale and fake-quantize the matrices of a `Fold` and their inputs."""
     originals = [matrix.read().clone() for matrix in fold.targets]
     handles = []
     try:

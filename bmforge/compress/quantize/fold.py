@@ -32,7 +32,7 @@ _TOLERANCE = 1e-3  # relative to the largest output
 
 @dataclass
 class Fold:
-    """Module that produces channels, and the matrices that consume them.
+    """A layer and the matrices that read its output; scales of channels can be moved between them.
 
     Args:
         source: norm or linear layer.

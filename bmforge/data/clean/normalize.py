@@ -65,7 +65,7 @@ def text_digest(text: str) -> bytes:
 def drop_duplicates(
     documents: Iterable[Document], count: CleanCount | None = None
 ) -> Iterator[Document]:
-    """Yield the first of all documents with equal text; texts must be normalized.
+    """Yield each document whose text did not occur before; texts must be normalized.
 
     Memory: one 16-byte digest per distinct document (about 100 bytes with Python's set).
     """

@@ -116,7 +116,7 @@ def write_record(path: Path, report: PrepareReport, inputs: Sequence[InputFile])
 
 
 def _printable(value: Any) -> Any:
-    """Escape file names in nested tables so that they can be written as UTF-8."""
+    """Return a nested dict or list in which undecodable bytes of file names are escaped."""
     if isinstance(value, str):
         return show_name(value)
     if isinstance(value, dict):

@@ -117,7 +117,7 @@ class _AnyCall:
         self._rope = self._positions(rope)
 
     def fits(self, segment: BlockSegment) -> bool:
-        """Return True if hidden sizes match and heads are wide enough for rotary embedding."""
+        """Return True if the segment's hidden size matches, and its heads cover the rotary dims."""
         wide = self._rope.width <= (segment.narrowest or 1 << 30)
         return wide and not segment.hidden - {self._hidden}
 

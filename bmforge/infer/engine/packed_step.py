@@ -198,7 +198,7 @@ class PackedStep:
         return run_with_selection(self._selection[1])
 
     def _forget_selection(self) -> None:
-        """Drop what `run` knows about the adapters of the last step."""
+        """Discard the adapter selection that `run` cached in the previous step."""
         self._adapters, self._shares, self._selection = [], {}, None
 
     def _run_together(

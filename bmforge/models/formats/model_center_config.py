@@ -300,7 +300,7 @@ def _read_sizes(family: str, old_config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_head(
     family: str, old_config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the fields of head, vocabulary size and weight tying, inferred from the tensors."""
+    """Return the config fields for head, vocabulary size and weight tying, based on the tensors."""
     out: dict[str, Any] = {}
     embed = tensors.get("input_embedding.weight")
     if old_config.get("cls_head"):

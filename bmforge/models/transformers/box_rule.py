@@ -22,8 +22,8 @@ class BoxRule(WeightRule):
     Args:
         box: one tuple (start, stop, step, True if the stored tensor has this dim) per dim of the
             parameter.
-        order: permutation of dims: dim d of the stored tensor is number `order[d]` of the parameter
-            dims that the stored tensor has.
+        order: permutation of dims: of the parameter dims that the stored tensor has, listed in
+            their order, entry `order[d]` is dim d of the stored tensor.
         part: (offset of the region in the stored tensor, size of the stored tensor) along the
             stored dim `part_dim`; None if the region is the whole stored tensor. With `step`, the
             rows of the region are `step` apart in the stored tensor.

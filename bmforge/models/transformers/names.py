@@ -204,9 +204,9 @@ def _rules_of_merged(
 ) -> list[WeightRule] | None:
     """Return the `WeightRule`s of a stored tensor `out`, a reshape of `view` that merges dims.
 
-    An example is merging the dims (head, 2, H / 2) of rotary pairs into rows. The largest merged
-    dim stays a range of rows; there is one rule for each index of the other merged dims, and the
-    rows of these rules alternate in `out`.
+    An example is merging the dims (head, 2, H / 2) of rotary pairs into rows. There is one rule for
+    each index of the merged dims except the largest, which is a strided slice of rows. So the rows
+    of different rules are interleaved in `out`.
     """
     dim = next(d for d, size in enumerate(out.shape) if view.shape[d] != size)
     count = view.dim() - out.dim() + 1

@@ -39,7 +39,7 @@ def track_weight_reads(model: nn.Module, *, hidden: bool = False) -> Iterator[se
 
 
 def _watched_class(name: str, read: set[str], hidden: bool) -> type[nn.Linear]:
-    """Return a linear layer class that adds `name` to `read` when other code accesses `weight`."""
+    """Return a Linear class that adds `name` to `read` if code outside the class reads `weight`."""
 
     def note_read(layer: Any) -> Tensor | None:
         read.add(name)

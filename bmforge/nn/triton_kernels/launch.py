@@ -277,11 +277,11 @@ class TritonKernels:
         return losses
 
     def checksum(self, tensors: Sequence[Tensor], steps: Sequence[int]) -> Tensor:
-        """Return a checksum of the bytes of all tensors as an int64 number, in few kernels.
+        """Return an int64 checksum of the bytes of all tensors, with few kernel launches.
 
         Args:
             tensors: contiguous tensors of at least one element.
-            steps: 1 reads all words of a tensor, n > 1 every n-th.
+            steps: stride of each tensor: 1 reads all of its words, n every n-th word.
         """
         words = [_as_words(tensor) for tensor in tensors]
         counts = [-(-w.numel() // step) for w, step in zip(words, steps, strict=True)]

@@ -198,7 +198,7 @@ def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> T
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
-    """Make an embedding look up local tokens; tokens of other ranks give zeros before the sum."""
+    """Make a vocabulary-sharded embedding look up its own tokens, and all-reduce the results."""
     width = -(-module.num_embeddings // tensor.size)
     first = tensor.rank * width
     padding = module.padding_idx

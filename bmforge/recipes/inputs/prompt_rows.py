@@ -99,8 +99,8 @@ def encode_prompts(
         tools: schemas of the tools to use for conversations that define no tools.
 
     Raises:
-        DataError: the template does not read a field, a record describes a tool that is not in
-            `tools`, or no prompt is short enough.
+        DataError: a prompt has a field that the template does not use, a record describes a tool
+            that is not in `tools`, or no prompt is short enough.
     """
     if tools is not None:
         _check_tools(prompts, tools)

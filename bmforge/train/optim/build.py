@@ -336,7 +336,7 @@ def _sum_squares(buckets: Mapping[Any, Sequence[Tensor]], device: torch.device) 
 
 
 def _norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each gradient, in float32 or wider, in few kernels."""
+    """Return the 2-norm of each gradient, in float32 or wider, with few kernel launches."""
     norms: list[Tensor] = []
     for same_kind in _by_kind(gradients):
         norms += torch._foreach_norm(same_kind, 2, dtype=accumulation_dtype(same_kind[0].dtype))

@@ -68,7 +68,7 @@ def _read_json(text: str, file: Path) -> list[Any]:
     except ValueError as error:
         raise ConfigError(
             f"{str(file)!r} is not valid JSON ({error}). Correct the file, or write a .txt file "
-            "with the words of one class per line."
+            "with one line of label words per class."
         ) from error
     if (
         isinstance(parsed, list)

@@ -19,14 +19,14 @@ class PromptFormat:
     """Prompt format of one kind of model.
 
     Args:
-        kind: name of the kind.
-        about: description of how a mask is represented.
+        kind: name of the kind of model.
+        about: description, for error messages, of how the input represents a mask.
         form: position of the prediction: "row" (at the mask), "apart" (in the decoder), "behind"
             (after the text in the same sequence), "hidden" (at CPM-Ant's hidden tokens) or
             "document" (in a CPM-Bee document).
-        begins: tokenizer roles of the token before the text, in order of preference; () for no
-            token.
-        ends: tokenizer roles of the token after the text, in order of preference; () for no token.
+        begins: special tokens (such as bos or cls) before the text, in order of preference; () for
+            no token.
+        ends: special tokens after the text, in order of preference; () for no token.
         reads_after_mask: True if the model reads text after the mask.
         shows_mask: True if the input contains the mask token.
         start_is_blank: True if the decoder's start token is the first sentinel.

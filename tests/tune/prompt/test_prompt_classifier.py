@@ -171,7 +171,7 @@ def test_an_ensemble_is_the_mean_of_its_templates(folders):
     by_logits = (first + second).div(2).exp()
     expected = by_logits / by_logits.sum(-1, keepdim=True)
     torch.testing.assert_close(classify_together(both, examples, "logits").exp(), expected)
-    with pytest.raises(ConfigError, match="same classes"):
+    with pytest.raises(ConfigError, match="same vocabulary or labels"):
         classify_together([], examples)
 
 

@@ -217,7 +217,7 @@ class CPM3(_OldCall):
 
     @classmethod
     def _open_old(cls, family: type[Model], directory: Path, config: Config) -> Model:
-        """Load a checkpoint; CPM-Ant's segment embeddings, which CPM-3 lacks, are zeros."""
+        """Load an old checkpoint; CPM-3 is loaded as CPM-Ant, with segment embeddings of zero."""
         model = family.from_config(config.native(), device="meta", dtype=config.dtype)
         segments = model.get_parameter("embed_segments.weight")
         absent = {"token_type_embedding.weight": torch.zeros(segments.shape, dtype=segments.dtype)}

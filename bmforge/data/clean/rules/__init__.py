@@ -31,6 +31,6 @@ RULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def rules_version(name: str) -> str:
-    """Return the names and versions of a language's rule sets, as part of the step's version."""
+    """Return the names and versions of a language's rule sets, for the cleaning step's version."""
     sets = sorted({rule_set for chosen in RULES[name].values() for rule_set in chosen})
     return " ".join(f"{rule_set}={RULE_SETS[rule_set].version}" for rule_set in sets)
