@@ -1,13 +1,14 @@
 """Held-out accuracy of a small model on sums: supervised tuning, then GRPO, for several seeds.
 
     python -m benchmarks.alignment.arithmetic runs/sums [--seeds 0 1 2] [--hidden-size 96]
-        [--layers 3] [--portion 50] [--rl-batch-size 256]
+        [--layers 3] [--portion 50] [--rl-batch-size 256] [--schedule cosine]
 
 The problems and the model are those of `examples/arithmetic.py`; the training commands are those of
 `docs/tutorials/post_training.md`, with a constant learning rate. Supervised tuning stops when the
 model solves a third of the held-out problems, and GRPO continues with the reward `exact:answer`
 on other problems. Both stages run in portions, and the accuracy of greedy answers after each one is
-appended to `curve.jsonl`. If the program is stopped, the same command resumes it.
+appended to `curve.jsonl`. With `--schedule cosine`, supervised tuning is one portion of
+`--sft-steps` steps instead. If the program is stopped, the same command resumes it.
 """
 
 from __future__ import annotations
@@ -73,15 +74,16 @@ def run_seed(folder: Path, seed: int, options: argparse.Namespace) -> list[dict[
         arithmetic.write_problems(folder, seed)
     batch = str(options.rl_batch_size)
     common = ["--seed", str(seed), "--precision", options.precision, "--seq-len", "10"]
-    common += ["--train.schedule.kind", "constant"]
     sft = ["conversations", "--model", f"{folder}/start", "--data", f"{folder}/solved.jsonl"]
     sft += ["--batch-size", "64", "--micro-batch-size", "64", "--lr", str(options.lr), *common]
+    sft += ["--train.schedule.kind", options.schedule]
     rl = ["rl", "--model", f"{folder}/sft/export", "--data", f"{folder}/problems.jsonl"]
     rl += ["--reward", "exact:answer", "--num-generations", "8", "--max-completion-length", "4"]
     rl += ["--batch-size", batch, "--micro-batch-size", batch, "--rollout.max-num-seqs", batch]
-    rl += ["--lr", str(options.rl_lr), *common]
+    rl += ["--lr", str(options.rl_lr), "--train.schedule.kind", "constant", *common]
     curve = Curve(folder)
-    for steps in range(options.portion, options.sft_steps + 1, options.portion):
+    portion = options.sft_steps if options.schedule == "cosine" else options.portion
+    for steps in range(portion, options.sft_steps + 1, portion):
         if curve.train("sft", steps, sft) >= options.start_accuracy:
             break
     for steps in range(options.portion, options.rl_steps + 1, options.portion):
@@ -100,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--lr", type=float, default=2e-3, help="of supervised tuning")
+    parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
     parser.add_argument("--rl-lr", type=float, default=3e-4)
     parser.add_argument("--rl-batch-size", type=int, default=256, help="answers per step")
     parser.add_argument("--start-accuracy", type=float, default=1 / 3)
