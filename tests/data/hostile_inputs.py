@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import struct
 import sys
 import tarfile
@@ -30,6 +31,7 @@ import pyarrow.parquet
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.report import read_kept
+from bmforge.data.sources.pdf_process import shared_pdf_process
 
 SENTENCE = "The ferry leaves at six in the morning and comes back late at night.\n"
 MEGABYTE = 1 << 20
@@ -193,6 +195,28 @@ def _pdf_pages(kids: bytes, count: int, content: bytes) -> bytes:
     )
 
 
+def make_nested_pdf(levels: int, size: int = 0) -> bytes:
+    """Return a PDF with one page and a chain of forms, each of which draws the next ten times.
+
+    The last form has a text of `size` bytes.
+    """
+    form = b"/Type/XObject/Subtype/Form/BBox[0 0 9 9]/Resources<</XObject<</X %d 0 R>>/Font%s>>"
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Resources%s>>"
+    fonts = b"<</F 5 0 R>>"
+    text = b"BT /F 9 Tf (%s) Tj ET" % (b"word " * (size // 5))
+    return _pdf(
+        [
+            b"<</Type/Catalog/Pages 2 0 R>>",
+            b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+            page % (b"<</XObject<</X 6 0 R>>/Font%s>>" % fonts),
+            _stream(b"/X Do " * 10),
+            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+            *(_stream(b"/X Do " * 10, form % (7 + level, fonts)) for level in range(levels)),
+            _stream(text, form % (6 + levels, fonts)),
+        ]
+    )
+
+
 def make_parquet(size: int, edit: Callable[[bytes], bytes] = bytes) -> bytes:
     """Return a table of 4,000 rows with the same long text, stored once in the dictionary."""
     text = pyarrow.array(["a b " * (size // 4)]).dictionary_encode().dictionary
@@ -265,6 +289,7 @@ FILES: dict[str, Callable[[int], bytes]] = {
         b"3 0 R " * (size // 6), size // 6, b"BT /F 9 Tf (%s) Tj ET" % (b"words " * 2000)
     ),
     "loop.pdf": lambda size: _pdf_pages(b"2 0 R 3 0 R" * (size // 12), size // 6, b"/X Do "),
+    "nested.pdf": lambda size: make_nested_pdf(8, size),
     "operators.pdf": lambda size: _pdf_pages(b"3 0 R", 1, b"BT /F 9 Tf (a) Tj ET " * size),
     "footer.parquet": lambda size: make_parquet(
         1000, lambda raw: raw[:-8] + struct.pack("<L", 2**31 - 1) + b"PAR1"
@@ -299,9 +324,11 @@ def _prepare(folder: Path, out: Path) -> dict[str, Any]:
     assert report.funnel is not None
     # The peak of this process alone; `getrusage` starts from that of the parent.
     status = Path("/proc/self/status").read_text()
+    shared_pdf_process().close()
+    children_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {
         "seconds": time.process_time() - begin,
-        "memory_mb": int(status.partition("VmHWM:")[2].split()[0]) >> 10,
+        "memory_mb": (int(status.partition("VmHWM:")[2].split()[0]) + children_kb) >> 10,
         "documents": report.documents,
         "missing": report.funnel.missing().documents,
         "is_sound_kept": any(SENTENCE.strip() == text for text in read_kept(out, 10**6)),

@@ -13,10 +13,17 @@ from pathlib import Path
 
 import hostile_inputs
 import pytest
-from hostile_inputs import FILES, TEXTS, make_arrow, make_overlapping_zip, make_parquet
+from hostile_inputs import (
+    FILES,
+    TEXTS,
+    make_arrow,
+    make_nested_pdf,
+    make_overlapping_zip,
+    make_parquet,
+)
 
 from bmforge.data.clean.lines import drop_boilerplate, join_wrapped_lines
-from bmforge.data.clean.normalize import normalise
+from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.repair import repair_text
 from bmforge.data.clean.rule import explain_text
@@ -26,6 +33,7 @@ from bmforge.data.clean.statistics import TextStatistics
 from bmforge.data.dedup.tokens import locate_tokens
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import parse_record, read_records
+from bmforge.data.sources.pdf_process import PdfLimitError, PdfProcess
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
 
@@ -64,6 +72,43 @@ def test_attacking_files_cost_neither_memory_nor_the_run(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", range(len(IN_GROUPS)))
 def test_all_attacking_files_cost_neither_memory_nor_the_run(tmp_path: Path, number: int) -> None:
     check_files(tmp_path, 200_000, IN_GROUPS[number])
+
+
+@needs_linux
+@pytest.mark.long
+def test_a_pdf_of_nested_forms_costs_neither_memory_nor_the_run(tmp_path: Path) -> None:
+    check_files(tmp_path, MEGABYTE, ["nested.pdf"])
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("levels", "size", "limits", "reason"),
+    [(4, 10, (1 << 27, 60), "memory"), (8, MEGABYTE, (1 << 30, 1), "cpu_time")],
+)
+def test_a_pdf_that_exceeds_a_limit_is_named_and_the_next_is_read(
+    levels: int, size: int, limits: tuple[int, int], reason: str
+) -> None:
+    """Four levels draw 100,000 texts; each page object takes more than 1 kB in pdfium."""
+    pytest.importorskip("pypdfium2")
+    process = PdfProcess(*limits)
+    with pytest.raises(PdfLimitError, match=reason):
+        process.read_pages(make_nested_pdf(levels, size), MEGABYTE)
+    pages = process.read_pages(make_nested_pdf(1, 10), MEGABYTE)
+    process.close()
+    assert [page.split() for page in pages] == [["word"] * 200]
+
+
+def test_a_pdf_that_exceeds_a_limit_is_dropped_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_pages(process: PdfProcess, raw: bytes, most_characters: int) -> list[str]:
+        raise PdfLimitError("memory")
+
+    monkeypatch.setattr(PdfProcess, "read_pages", read_pages)
+    (tmp_path / "a.pdf").write_bytes(make_nested_pdf(1, 10))
+    records = read_records(tmp_path / "a.pdf", ReadOptions())
+    (parsed,) = [parse_record(record) for record in records]
+    assert (parsed.rule, parsed.value) == ("pdf_too_complex", "memory")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("make", [make_parquet, make_arrow])
@@ -106,7 +151,7 @@ STEPS: dict[str, Callable[[str], object]] = {
     "boilerplate": drop_boilerplate,
     "wrapped": join_wrapped_lines,
     "repair": repair_text,
-    "normalise": normalise,
+    "normalize": normalize_text,
     "script": detect_script,
     "invisible": strip_invisible,
     "tokens": locate_tokens,
