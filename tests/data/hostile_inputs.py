@@ -92,9 +92,9 @@ TEXTS: dict[str, str] = {
 }
 
 
-def _zip(members: dict[str, bytes]) -> bytes:
+def _zip(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(out, "w", method) as archive:
         for name, raw in members.items():
             archive.writestr(name, raw)
     return out.getvalue()
@@ -152,11 +152,23 @@ def _xlsx(shared: bytes, sheet: bytes) -> bytes:
     )
 
 
-def _epub(chapter: bytes, spine: bytes) -> bytes:
+def _epub(chapter: bytes, spine: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
     container = b'<container><rootfiles><rootfile full-path="c.opf"/></rootfiles></container>'
     item = b'<item id="a" href="a.xhtml" media-type="application/xhtml+xml"/>'
     package = b"<package><manifest>%s</manifest><spine>%s</spine></package>" % (item, spine)
-    return _zip({"META-INF/container.xml": container, "c.opf": package, "a.xhtml": chapter})
+    members = {"META-INF/container.xml": container, "c.opf": package, "a.xhtml": chapter}
+    return _zip(members, method)
+
+
+def make_packed_epub(size: int, method: int, stated_bytes: int) -> bytes:
+    """Return a book with one chapter of `size` bytes, whose size the zip directory misstates."""
+    chapter = b"<p>%s</p>" % (b"a" * (size - 7))
+    raw = bytearray(_epub(chapter, b'<itemref idref="a"/>', method))
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        start = archive.start_dir
+    entry = raw.index(b"a.xhtml", start) - 46
+    raw[entry + 24 : entry + 28] = stated_bytes.to_bytes(4, "little")
+    return bytes(raw)
 
 
 def _pdf(objects: list[bytes]) -> bytes:
@@ -285,6 +297,8 @@ FILES: dict[str, Callable[[int], bytes]] = {
         b'<!DOCTYPE a [<!ENTITY a "%s">]><p>%s</p>' % (b"a" * 1000, b"&a;" * (size // 3)),
         b'<itemref idref="a"/>',
     ),
+    "bzip2.epub": lambda size: make_packed_epub(1000 * size, zipfile.ZIP_BZIP2, 100),
+    "lzma.epub": lambda size: make_packed_epub(1000 * size, zipfile.ZIP_LZMA, 1000 * size),
     "pages.pdf": lambda size: _pdf_pages(
         b"3 0 R " * (size // 6), size // 6, b"BT /F 9 Tf (%s) Tj ET" % (b"words " * 2000)
     ),

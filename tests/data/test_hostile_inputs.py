@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+import tracemalloc
+import zipfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from hostile_inputs import (
     make_arrow,
     make_nested_pdf,
     make_overlapping_zip,
+    make_packed_epub,
     make_parquet,
 )
 
@@ -31,10 +35,11 @@ from bmforge.data.clean.rules import RULE_SETS
 from bmforge.data.clean.script import detect_script, strip_invisible
 from bmforge.data.clean.statistics import TextStatistics
 from bmforge.data.dedup.tokens import locate_tokens
+from bmforge.data.sources.books import read_epub
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.files import parse_record, read_records
 from bmforge.data.sources.pdf_process import PdfLimitError, PdfProcess
-from bmforge.data.sources.record import ReadOptions
+from bmforge.data.sources.record import ReadOptions, Where
 from bmforge.errors import DataError
 
 KILOBYTE, MEGABYTE = 1 << 10, 1_000_000
@@ -134,6 +139,23 @@ def test_a_zip_archive_that_lists_the_same_data_often_is_bounded(tmp_path: Path)
     parsed = [parse_record(record) for record in read_records(tmp_path / "a.zip", ReadOptions())]
     rules = [getattr(one, "rule", "") for one in parsed]
     assert rules == [""] * 10 + ["archive_ratio"] * 190
+
+
+@pytest.mark.parametrize("stated", ["its size", "100 bytes"])
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_parts_of_a_book_are_not_read_beyond_the_limit(method: int, stated: str) -> None:
+    """A chapter of 32 MB, in a file of 100 kB at most, is read up to a limit of 1 MB."""
+    size = 32 * MEGABYTE
+    raw = make_packed_epub(size, method, size if stated == "its size" else 100)
+    assert len(raw) < 100 * KILOBYTE
+    where = Where("a.epub", budget_bytes=MEGABYTE)
+    (record,) = read_epub(io.BytesIO(raw), where, ReadOptions())
+    tracemalloc.start()
+    with pytest.raises(DataError, match="no readable chapter"):
+        record.parse()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * MEGABYTE  # the dictionary of LZMA has 8 MiB
 
 
 def apply_rules(text: str) -> None:
