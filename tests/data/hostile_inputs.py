@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import resource
 import struct
 import sys
 import tarfile
@@ -30,6 +31,7 @@ import pyarrow.parquet
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.report import read_kept
+from bmforge.data.sources.pdf_process import shared_pdf_process
 
 SENTENCE = "The ferry leaves at six in the morning and comes back late at night.\n"
 MEGABYTE = 1 << 20
@@ -90,9 +92,9 @@ TEXTS: dict[str, str] = {
 }
 
 
-def _zip(members: dict[str, bytes]) -> bytes:
+def _zip(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(out, "w", method) as archive:
         for name, raw in members.items():
             archive.writestr(name, raw)
     return out.getvalue()
@@ -150,11 +152,23 @@ def _xlsx(shared: bytes, sheet: bytes) -> bytes:
     )
 
 
-def _epub(chapter: bytes, spine: bytes) -> bytes:
+def _epub(chapter: bytes, spine: bytes, method: int = zipfile.ZIP_DEFLATED) -> bytes:
     container = b'<container><rootfiles><rootfile full-path="c.opf"/></rootfiles></container>'
     item = b'<item id="a" href="a.xhtml" media-type="application/xhtml+xml"/>'
     package = b"<package><manifest>%s</manifest><spine>%s</spine></package>" % (item, spine)
-    return _zip({"META-INF/container.xml": container, "c.opf": package, "a.xhtml": chapter})
+    members = {"META-INF/container.xml": container, "c.opf": package, "a.xhtml": chapter}
+    return _zip(members, method)
+
+
+def make_packed_epub(size: int, method: int, stated_bytes: int) -> bytes:
+    """Return a book with one chapter of `size` bytes, whose size the zip directory misstates."""
+    chapter = b"<p>%s</p>" % (b"a" * (size - 7))
+    raw = bytearray(_epub(chapter, b'<itemref idref="a"/>', method))
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        start = archive.start_dir
+    entry = raw.index(b"a.xhtml", start) - 46
+    raw[entry + 24 : entry + 28] = stated_bytes.to_bytes(4, "little")
+    return bytes(raw)
 
 
 def _pdf(objects: list[bytes]) -> bytes:
@@ -189,6 +203,28 @@ def _pdf_pages(kids: bytes, count: int, content: bytes) -> bytes:
             _stream(content),
             font,
             _stream(b"/X Do ", form),
+        ]
+    )
+
+
+def make_nested_pdf(levels: int, size: int = 0) -> bytes:
+    """Return a PDF with one page and a chain of forms, each of which draws the next ten times.
+
+    The last form has a text of `size` bytes.
+    """
+    form = b"/Type/XObject/Subtype/Form/BBox[0 0 9 9]/Resources<</XObject<</X %d 0 R>>/Font%s>>"
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Resources%s>>"
+    fonts = b"<</F 5 0 R>>"
+    text = b"BT /F 9 Tf (%s) Tj ET" % (b"word " * (size // 5))
+    return _pdf(
+        [
+            b"<</Type/Catalog/Pages 2 0 R>>",
+            b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+            page % (b"<</XObject<</X 6 0 R>>/Font%s>>" % fonts),
+            _stream(b"/X Do " * 10),
+            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+            *(_stream(b"/X Do " * 10, form % (7 + level, fonts)) for level in range(levels)),
+            _stream(text, form % (6 + levels, fonts)),
         ]
     )
 
@@ -261,10 +297,13 @@ FILES: dict[str, Callable[[int], bytes]] = {
         b'<!DOCTYPE a [<!ENTITY a "%s">]><p>%s</p>' % (b"a" * 1000, b"&a;" * (size // 3)),
         b'<itemref idref="a"/>',
     ),
+    "bzip2.epub": lambda size: make_packed_epub(1000 * size, zipfile.ZIP_BZIP2, 100),
+    "lzma.epub": lambda size: make_packed_epub(1000 * size, zipfile.ZIP_LZMA, 1000 * size),
     "pages.pdf": lambda size: _pdf_pages(
         b"3 0 R " * (size // 6), size // 6, b"BT /F 9 Tf (%s) Tj ET" % (b"words " * 2000)
     ),
     "loop.pdf": lambda size: _pdf_pages(b"2 0 R 3 0 R" * (size // 12), size // 6, b"/X Do "),
+    "nested.pdf": lambda size: make_nested_pdf(8, size),
     "operators.pdf": lambda size: _pdf_pages(b"3 0 R", 1, b"BT /F 9 Tf (a) Tj ET " * size),
     "footer.parquet": lambda size: make_parquet(
         1000, lambda raw: raw[:-8] + struct.pack("<L", 2**31 - 1) + b"PAR1"
@@ -299,9 +338,11 @@ def _prepare(folder: Path, out: Path) -> dict[str, Any]:
     assert report.funnel is not None
     # The peak of this process alone; `getrusage` starts from that of the parent.
     status = Path("/proc/self/status").read_text()
+    shared_pdf_process().close()
+    children_kb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     return {
         "seconds": time.process_time() - begin,
-        "memory_mb": int(status.partition("VmHWM:")[2].split()[0]) >> 10,
+        "memory_mb": (int(status.partition("VmHWM:")[2].split()[0]) + children_kb) >> 10,
         "documents": report.documents,
         "missing": report.funnel.missing().documents,
         "is_sound_kept": any(SENTENCE.strip() == text for text in read_kept(out, 10**6)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import copy
 import io
 import lzma
 import tarfile
@@ -16,11 +18,20 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.record import ReadOptions, Record, Where, fail, show_name
 from bmforge.errors import DataError
 
-__all__ = ["UNREADABLE", "Member", "drop_member", "open_zip", "tar_members", "zip_members"]
+__all__ = [
+    "UNREADABLE",
+    "Member",
+    "drop_member",
+    "open_zip",
+    "read_zip_member",
+    "tar_members",
+    "zip_members",
+]
 
 _MOST_MEMBERS = 1_000_000
 _HIGHEST_RATIO = 100  # maximum compression ratio of large members
 _LARGE_BYTES = 1 << 25
+_LZMA_MEMORY_BYTES = 1 << 27  # the dictionary of LZMA's highest level has 64 MB
 # Exceptions of the standard library for archives that are damaged or have another format.
 UNREADABLE = (
     zipfile.BadZipFile,
@@ -51,6 +62,38 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
         ) from error
 
 
+def read_zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most_bytes: int) -> bytes:
+    """Return at most the first `most_bytes` bytes of a member.
+
+    zipfile decompresses bzip2 and LZMA data without a limit, in which 1 kB may become 1 GB. So
+    these data are read as they are stored, and decompressed here.
+
+    Raises:
+        UNREADABLE: the member is damaged or encrypted, or its method is not supported.
+    """
+    if member.compress_type not in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with archive.open(member) as part:
+            return part.read(most_bytes)
+    stored = copy.copy(member)
+    stored.compress_type, stored.file_size = zipfile.ZIP_STORED, member.compress_size
+    del stored.CRC
+    with archive.open(stored) as part:
+        packed = part.read()
+    unpacker: bz2.BZ2Decompressor | lzma.LZMADecompressor = bz2.BZ2Decompressor()
+    if member.compress_type == zipfile.ZIP_LZMA:
+        # PKWARE's APPNOTE 5.8.8: version (2 bytes), size of the properties (2), properties (5).
+        # An .lzma file has the properties, the size (8; -1: the data have an end mark), the data.
+        size = -1 if member.flag_bits & 2 else member.file_size
+        packed = packed[4:9] + size.to_bytes(8, "little", signed=True) + packed[9:]
+        unpacker = lzma.LZMADecompressor(lzma.FORMAT_ALONE, memlimit=_LZMA_MEMORY_BYTES)
+    most_bytes = min(most_bytes, member.file_size)  # the stated size, as for other methods
+    raw = unpacker.decompress(packed, most_bytes)
+    is_whole = most_bytes == member.file_size
+    if len(raw) < most_bytes or (is_whole and zlib.crc32(raw) != member.CRC):
+        raise zipfile.BadZipFile(f"the compressed data of {member.filename!r} are damaged")
+    return raw
+
+
 def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
     """Yield the name of each file in a zip archive, with its stream or an error record."""
     archive = open_zip(stream, where)
@@ -78,7 +121,8 @@ def zip_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
         elif size > _LARGE_BYTES and ratio > _HIGHEST_RATIO:
             yield name, drop_member(inside, "archive_ratio", ratio, _HIGHEST_RATIO, size)
         else:
-            yield name, _open(partial(archive.open, member), inside)
+            read = partial(read_zip_member, archive, member, where.budget_bytes + 1)
+            yield name, _open(read, inside)
 
 
 def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Member]:
@@ -96,7 +140,7 @@ def tar_members(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterato
                 if member.isfile() and size > where.budget_bytes:
                     yield name, drop_member(inside, "archive_size", size, where.budget_bytes, size)
                 elif member.isfile():
-                    yield name, _open(partial(archive.extractfile, member), inside)
+                    yield name, _open(partial(_read_tar_member, archive, member, inside), inside)
                 elif not member.isdir():
                     rule = "archive_link" if member.islnk() or member.issym() else "archive_special"
                     yield name, drop_member(inside, rule, name)
@@ -113,11 +157,15 @@ def _join(where: Where, name: str) -> str:
     return f"{where.inside}/{show_name(name)}" if where.inside else show_name(name)
 
 
-def _open(opener: Callable[[], object], inside: Where) -> BinaryIO | Record:
+def _read_tar_member(archive: tarfile.TarFile, member: tarfile.TarInfo, inside: Where) -> bytes:
+    with archive.extractfile(member) as part:  # type: ignore[union-attr]
+        return part.read(inside.budget_bytes + 1)
+
+
+def _open(read: Callable[[], bytes], inside: Where) -> BinaryIO | Record:
     """Read a member into memory; return an error record if it is larger than its header states."""
     try:
-        with opener() as member:  # type: ignore[attr-defined]
-            raw = member.read(inside.budget_bytes + 1)
+        raw = read()
     except UNREADABLE as error:
         return fail(inside.whole(), 0, DataError(f"{inside} cannot be read ({error})."))
     if len(raw) > inside.budget_bytes:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import BinaryIO
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.sources.archives import UNREADABLE
+from bmforge.data.sources.archives import UNREADABLE, read_zip_member
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.data.sources.xml_text import Attributes, TextRules, read_xml_text, walk_xml
@@ -69,8 +69,7 @@ class ZipParts:
             ValueError: the files are too large.
         """
         self.charge(0)  # a negative limit would read the whole part
-        with self._archive.open(name) as part:
-            raw = part.read(self._left_bytes + 1)
+        raw = read_zip_member(self._archive, self._archive.getinfo(name), self._left_bytes + 1)
         self.charge(len(raw))
         return raw
 

@@ -6,11 +6,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, BinaryIO
+from importlib.util import find_spec
+from typing import BinaryIO
 
 from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
-from bmforge.data.sources.pdf_order import LineBox, order_lines
+from bmforge.data.sources.pdf_process import (
+    PdfLimitError,
+    PdfRefusedError,
+    PdfTextError,
+    shared_pdf_process,
+)
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
 
@@ -26,10 +32,6 @@ _EDGE_LINES = 2
 _NUMBERS = re.compile(r"[0-9]{1,6}")
 _TORN = re.compile("(\\w)[-\u00ad\u2010]\n(?=[a-zà-öø-ÿß])")
 _SIGN = re.compile("[\ufffe\x02]\n?")  # pdfium's character for a hyphen at a line end
-_UNPLACED = " \ufffe\x02"
-_WORD = re.compile("[^ \ufffe\x02]+")
-_COLUMN_GAP = 1.5  # in line heights
-_LINE = re.compile("[^\r\n\ufffe\x02]*[\ufffe\x02]?")
 
 
 def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[Record]:
@@ -39,7 +41,11 @@ def read_pdf(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
 
 
 def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
-    """Parse the text of a PDF; return a `Drop` for scans without text and for encrypted files.
+    """Parse the text of a PDF.
+
+    Returns:
+        The document, or a `Drop` for a scan without text, an encrypted file, or a file that needs
+        too much memory or CPU time.
 
     Raises:
         DataError: the file is damaged.
@@ -47,25 +53,16 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
     """
     if len(raw) > _LARGEST_BYTES:
         return Drop("pdf_too_large", len(raw), _LARGEST_BYTES, str(where))
+    if find_spec("pypdfium2") is None:
+        raise MissingDependencyError("pypdfium2", "data", f"reading {where}")
+    most_characters = max(_LARGE_TEXT, _HIGHEST_RATIO * len(raw))
     try:
-        import pypdfium2
-    except ImportError as error:
-        raise MissingDependencyError("pypdfium2", "data", f"reading {where}") from error
-    try:
-        with pypdfium2.PdfDocument(raw) as file:
-            pages: list[str] = []
-            left = max(_LARGE_TEXT, _HIGHEST_RATIO * len(raw))
-            for page in file:
-                text = page.get_textpage()
-                left -= text.count_chars()
-                if left >= 0:
-                    pages.append(_read_page(text))
-                text.close()
-                page.close()
-                if left < 0:
-                    bound = max(_LARGE_TEXT, _HIGHEST_RATIO * len(raw))
-                    return Drop("pdf_text_too_large", bound - left, bound, str(where))
-    except pypdfium2.PdfiumError as error:
+        pages = shared_pdf_process().read_pages(raw, most_characters)
+    except PdfTextError as error:
+        return Drop("pdf_text_too_large", error.args[0], most_characters, str(where))
+    except PdfLimitError as error:
+        return Drop("pdf_too_complex", error.args[0], None, str(where))
+    except PdfRefusedError as error:
         if "password" in str(error).lower():
             return Drop("pdf_encrypted", None, None, str(where))
         raise DataError(
@@ -75,44 +72,6 @@ def parse_pdf(raw: bytes, where: Where) -> Document | Drop:
     if count < _LEAST_CHARACTERS * len(pages):
         return Drop("pdf_scan", count / max(len(pages), 1), _LEAST_CHARACTERS, str(where))
     return Document(join_pages(pages), where.source, where.whole())
-
-
-def _read_page(page: Any) -> str:
-    """Return the text of a pdfium page, with lines in reading order."""
-    drawn = page.get_text_range()
-    if len(drawn) == page.count_chars():  # otherwise the positions do not match the text
-        lines = [
-            placed
-            for line in _LINE.finditer(drawn)
-            if line[0].strip(_UNPLACED)
-            for placed in _place(page, line.start(), line[0])
-        ]
-        ordered = order_lines(lines)
-        if ordered != lines:
-            return "\n".join(line.text for line in ordered)
-    return str(page.get_text_bounded().replace("\r\n", "\n"))
-
-
-def _place(page: Any, begin: int, text: str) -> Iterator[LineBox]:
-    """Yield a line with its bounding box; a line that spans two columns is split.
-
-    `begin` is the index of the first character of `text` among the characters of the page.
-    """
-    words = list(_WORD.finditer(text))
-    boxes = [
-        [page.get_charbox(begin + at, loose=True) for at in (word.start(), word.end() - 1)]
-        for word in words
-    ]
-    start = 0
-    for at in range(1, len(words) + 1):
-        height = boxes[start][0][3] - boxes[start][0][1]
-        if at < len(words) and boxes[at][0][0] - boxes[at - 1][1][2] < _COLUMN_GAP * height:
-            continue
-        (left, bottom, _, top), (_, low, right, high) = boxes[start][0], boxes[at - 1][1]
-        end = words[at].start() if at < len(words) else len(text)
-        line_text = text[words[start].start() : end].rstrip(" ")
-        yield LineBox(line_text, left, min(bottom, low), right, max(top, high))
-        start = at
 
 
 def join_pages(pages: list[str]) -> str:

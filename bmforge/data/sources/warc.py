@@ -211,6 +211,8 @@ def _parse_record(
     lines = head.split(b"\r\n")
     url = _header(lines, b"warc-target-uri")
     date = _header(lines, b"warc-date")[:10]
+    length = _header(lines, b"content-length")
+    body = body[: int(length)] if length.isdecimal() else body  # without the separator
     kind = _header(lines, b"content-type").partition(";")[0].strip().lower()
     charset, is_response = "", _kind(raw) == "response"
     try:
