@@ -222,7 +222,7 @@ class GLM(CausalLM):
             )
         return super()._count_positions(inputs, None, past) if positions is None else positions
 
-    def _begin(self, x: Tensor, position_ids: Tensor) -> Tensor:
+    def _embed(self, x: Tensor, position_ids: Tensor) -> Tensor:
         if position_ids.dim() == 2:
             position_ids = torch.stack((position_ids, torch.zeros_like(position_ids)), 1)
         limit = self.embed_positions.num_embeddings - 1

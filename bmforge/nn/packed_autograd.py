@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from bmforge.nn.grouped import grouped_linear
-from bmforge.nn.packing import PackedMatrix, QuantSpec
+from bmforge.nn.packing import PackedMatrix, QuantSpec, dequantize_stack
 from bmforge.nn.panel_products import multiply_transposed
 from bmforge.nn.products import (
     are_plain_cpu_tensors,
     decode_spec,
-    dequantize_stack,
     encode_spec,
     load_kernels,
     product_dtype,

@@ -11,9 +11,9 @@ from torch import Tensor
 from bmforge.errors import ConfigError
 from bmforge.nn.grouped import grouped_linear
 from bmforge.nn.packed_store import PackedStore
-from bmforge.nn.packing import QuantSpec
+from bmforge.nn.packing import QuantSpec, dequantize_stack
 from bmforge.nn.part import TensorNote
-from bmforge.nn.products import dequantize_stack, encode_spec
+from bmforge.nn.products import encode_spec
 
 __all__ = ["StackStore"]
 

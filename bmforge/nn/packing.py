@@ -19,6 +19,7 @@ from torch import Tensor
 from bmforge.errors import ConfigError, suggest
 
 __all__ = [
+    "dequantize_stack",
     "PANEL_ROWS",
     "PRESETS",
     "Integers",
@@ -385,3 +386,13 @@ def pick_rows(matrix: PackedMatrix, index: Tensor, spec: QuantSpec) -> Tensor:
     if matrix.minima is not None:
         out = out + matrix.minima[panel, :, lane].float().repeat_interleave(group, -1)
     return out
+
+
+def dequantize_stack(
+    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
+) -> Tensor:
+    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
+    experts, panels = packed.shape[:2]
+    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
+    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
+    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]

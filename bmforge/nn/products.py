@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bmforge.native import say_once
 from bmforge.nn.packing import (
-    PANEL_ROWS,
     Integers,
     PackedMatrix,
     QuantSpec,
@@ -44,7 +43,6 @@ __all__ = [
     "Kernels",
     "decode_spec",
     "dequantize",
-    "dequantize_stack",
     "lacks_optimized_product",
     "load_kernels",
     "load_variant",
@@ -156,16 +154,6 @@ def dequantize(matrix: PackedMatrix, rows: int, spec: QuantSpec) -> Tensor:
     if kernels is None:
         return unpack_matrix(matrix, rows, spec)
     return kernels.unpack(matrix, rows, spec)
-
-
-def dequantize_stack(
-    packed: Tensor, scales: Tensor, minima: Tensor | None, rows: int, spec: list[int]
-) -> Tensor:
-    """Return a dequantized stack of matrices in fp32, (E, rows, columns)."""
-    experts, panels = packed.shape[:2]
-    flat = [None if t is None else t.flatten(0, 1) for t in (packed, scales, minima)]
-    out = torch.ops.bmforge.dequantize(*flat, experts * panels * PANEL_ROWS, spec)
-    return out.view(experts, panels * PANEL_ROWS, -1)[:, :rows]
 
 
 def multiply_packed(

@@ -25,8 +25,8 @@ from bmforge.nn.moe import Experts
 from bmforge.nn.packed_experts import StackStore
 from bmforge.nn.packed_linear import QuantizedLinear
 from bmforge.nn.packed_store import MatrixStore, PackedRows, PackedStore
-from bmforge.nn.packing import PackedMatrix, QuantSpec, pick_rows
-from bmforge.nn.products import are_plain_cpu_tensors, dequantize_stack, encode_spec, load_kernels
+from bmforge.nn.packing import PackedMatrix, QuantSpec, dequantize_stack, pick_rows
+from bmforge.nn.products import are_plain_cpu_tensors, encode_spec, load_kernels
 from bmforge.nn.shard_hooks import HeadRows
 from bmforge.nn.tracing import is_tracing
 

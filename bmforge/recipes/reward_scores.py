@@ -20,8 +20,10 @@ from bmforge.batch import IGNORE_INDEX
 from bmforge.data.sources.preferences import PreferenceExample
 from bmforge.data.sources.step_labels import StepExample
 from bmforge.errors import ConfigError
+from bmforge.files import find_export
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
+from bmforge.models.adapter_dirs import head_of_adapter, is_adapter
 from bmforge.models.hub import find_model
 from bmforge.recipes.inputs.conversation_rows import EncodedRow
 from bmforge.recipes.inputs.preference_rows import encode_preference
@@ -113,14 +115,17 @@ def open_reward_model(
         ConfigError: the model is neither a sequence classifier with one output nor a token
             classifier with two classes.
     """
-    directory = Path(find_model(name))
-    sizes = AutoModel.describe_pretrained(directory)[0].config
-    kind = sizes.head, getattr(sizes, "num_labels", None)
-    if kind == (PROCESS_HEAD, 2):
+    directory = Path(find_export(find_model(name)))
+    if is_adapter(directory):
+        head, labels = head_of_adapter(directory) or (None, None)
+    else:
+        sizes = AutoModel.describe_pretrained(directory)[0].config
+        head, labels = sizes.head, getattr(sizes, "num_labels", None)
+    if (head, labels) == (PROCESS_HEAD, 2):
         return ProcessRewardModel(directory, device, aggregation or "min")
-    if kind != (_HEAD, 1):
+    if (head, labels) != (_HEAD, 1):
         raise ConfigError(
-            f"--reward dir:{name}: the model has the head {kind[0]!r} with num_labels={kind[1]} "
+            f"--reward dir:{name}: the model has the head {head!r} with num_labels={labels} "
             "(needed: a sequence classification model with num_labels=1, or a token "
             "classification model with num_labels=2, as exported by `bmforge train reward`)."
         )

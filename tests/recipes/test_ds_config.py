@@ -17,7 +17,6 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models.gpt2 import GPT2Config
 from bmforge.parallel import Layout
-from bmforge.recipes.documents import CPMBeeTrainConfig
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
@@ -100,11 +99,6 @@ def test_without_a_pipeline_it_is_ignored(tmp_path: Path, heard: Any) -> None:
     config = GPT2PretrainConfig(layout=Layout(tp=2))
     assert apply_ds_config(config, write(tmp_path), 4) is config
     assert "is ignored" in heard.text
-
-
-def test_other_recipes_have_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="such as gpt2-pretrain and t5-pretrain"):
-        apply_ds_config(CPMBeeTrainConfig(layout=Layout(pp=2)), write(tmp_path), 4)
 
 
 def test_other_settings(tmp_path: Path) -> None:

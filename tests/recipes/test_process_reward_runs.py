@@ -160,7 +160,7 @@ def test_a_run_is_rewarded_by_a_process_reward_model(place: Path, tmp_path: Path
     [
         ({"center_rewards_coefficient": 0.1}, "no effect with supervision=process"),
         ({"supervision": "outcome"}, "no effect with supervision=outcome"),
-        ({"step_separator": ""}, "no tokens"),
+        ({"step_separator": ""}, "step_separator is empty"),
     ],
 )
 def test_options_without_effect_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from bmforge.models.llama import LlamaConfig
 from bmforge.parallel import Layout, shutdown_distributed
 from bmforge.parallel.planner.workload import Resident
 from bmforge.recipes.adapters import AdapterConfig
-from bmforge.recipes.preferences import PairData, PreferencesConfig
+from bmforge.recipes.preferences import PairData, PreferencesConfig, train_preferences
 from bmforge.recipes.prefix_sharing import check_prefix_sharing
 from bmforge.recipes.reference_model import describe_reference
 from bmforge.recipes.resident_models import list_resident_models, reference_copy
+from bmforge.recipes.reward import RewardConfig, train_reward
+from bmforge.recipes.run import check_recipe
 from bmforge.recipes.start import family_of
 from bmforge.surgery import persistent_tensors
 from bmforge.testing import run_distributed
@@ -76,6 +79,13 @@ def test_windows_must_hold_both_answers(seq_len: int, is_refused: bool) -> None:
     return None
 
 
+def check(config: Any) -> None:
+    """Check the options of a run with the processes of its layout, as at the start of the run."""
+    train = train_reward if isinstance(config, RewardConfig) else train_preferences
+    processes = config.layout.tp * config.layout.cp
+    train(config, partial(check_recipe, processes=processes))
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -89,8 +99,9 @@ def test_prefix_sharing_is_refused(
     changes: dict[str, Any],
     what: str,
 ) -> None:
+    config = shared(make_config(start, "run", 1, **changes))
     with pytest.raises(ConfigError, match=what):
-        run(shared(make_config(start, "run", 1, **changes)))
+        check(config)
     assert not (start / "run").exists()
 
 
@@ -132,7 +143,7 @@ def test_options_of_the_copy_are_refused(
 ) -> None:
     config = dataclasses.replace(make_config(start, "run", 1), **changes)
     with pytest.raises(ConfigError, match=what):
-        run(config)
+        check(config)
     assert not (start / "run").exists()
 
 

@@ -103,11 +103,6 @@ def apply_ds_config(config: Any, path: str | Path, world_size: int) -> Any:
         ConfigError: the file is invalid or does not fit the run.
     """
     settings, log = read_ds_config(path), get_logger()
-    if not hasattr(config.data, "grad_accum_steps"):
-        raise ConfigError(
-            "--ds-config is not supported by this recipe (supported: recipes with "
-            "data.grad_accum_steps, such as gpt2-pretrain and t5-pretrain). Leave it out."
-        )
     if config.layout.pp == 1:
         why = "as in CPM-Pretrain, because there is no pipeline (layout.pp=1)"
         log.warning("--ds-config %s is ignored, %s", path, why)

@@ -72,7 +72,7 @@ def _normalise(document: Document) -> Document | Drop:
     return replace(document, text=text) if text else Drop("empty", 0, 1, "")
 
 
-NORMALISE = DocumentStage("normalize_text", _normalise)
+NORMALISE = DocumentStage("normalise", _normalise)
 
 
 @dataclass(frozen=True)
