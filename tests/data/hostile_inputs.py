@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import os
+import random
 import resource
 import struct
 import sys
@@ -287,6 +288,12 @@ FILES: dict[str, Callable[[int], bytes]] = {
     "formatting.html": lambda size: _page(b"<b><i><p>a" * (size // 10)),
     "forms.docx": lambda size: _zip(
         {"word/document.xml": b"<a>" + b"<p><t>a</t></p><tr>" * size + b"</a>"}
+    ),
+    "paragraphs.docx": lambda size: _zip(
+        {
+            "padding.bin": random.Random(0).randbytes(size * 9 // 10),
+            "word/document.xml": b"<a>" + b"<p><t>abc</t></p>" * (2 * size) + b"</a>",
+        }
     ),
     "shared.xlsx": lambda size: _xlsx(b"a b " * (size // 4), b'<c t="s"><v>0</v></c>' * 50_000),
     "rows.xlsx": lambda size: _xlsx(

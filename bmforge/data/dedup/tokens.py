@@ -72,8 +72,8 @@ def locate_tokens(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     Each token is normalized separately, so that the offsets refer to `text`.
     """
     if text.isascii():
-        matches = list(_TOKEN.finditer(text))
-        return [match[0].lower() for match in matches], [match.span() for match in matches]
+        spots = [match.span() for match in _TOKEN.finditer(text)]  # matches take more
+        return [text[begin:end].lower() for begin, end in spots], spots
     visible, offsets = _strip_invisible(text)
     matches = list(_TOKEN.finditer(visible))
     tokens = [unicodedata.normalize("NFKC", match[0]).lower() for match in matches]

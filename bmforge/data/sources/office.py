@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 LARGEST_BYTES = 1 << 28  # maximum size of a file, and of all files read from the archive
+# Limits on the decompressed files: XML of short paragraphs takes ten times its size in memory.
+_LARGE_XML_BYTES = 1 << 25
+_HIGHEST_RATIO = 40
 _MARKERS = {
     "docx": "word/document.xml",
     "pptx": "ppt/presentation.xml",
@@ -133,7 +136,8 @@ def parse_zip_document(raw: bytes, where: Where, find: Find) -> Document | Drop:
         return Drop("book_too_large", len(raw), LARGEST_BYTES, str(where))
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            parts = ZipParts(archive, min(LARGEST_BYTES, where.budget_bytes))
+            allowed = max(_LARGE_XML_BYTES, _HIGHEST_RATIO * len(raw))
+            parts = ZipParts(archive, min(LARGEST_BYTES, where.budget_bytes, allowed))
             text = find(parts)
     except (*UNREADABLE, DataError, KeyError) as error:
         reason = str(error).rstrip(".")

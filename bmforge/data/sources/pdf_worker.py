@@ -19,7 +19,7 @@ import pypdfium2
 from bmforge.data.sources.pdf_order import LineBox, order_lines
 from bmforge.data.sources.pdf_process import LENGTH_BYTES, receive_message, send_message
 
-__all__: list[str] = []
+__all__ = ["serve_files"]
 
 _MEMORY_PER_BYTE = 4  # additional memory per byte of the file
 _CPU_SECONDS_PER_MEGABYTE = 10
@@ -61,7 +61,7 @@ def _set_limits(start_bytes: int, size: int, memory_bytes: int, cpu_seconds: int
         resource.setrlimit(kind, (soft if hard < 0 else min(soft, hard), hard))
 
 
-def _serve(memory_bytes: int, cpu_seconds: int) -> None:
+def serve_files(memory_bytes: int, cpu_seconds: int) -> None:
     """Answer files from standard input on standard output, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process after Ctrl-C
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
@@ -120,6 +120,6 @@ def _place(page: Any, begin: int, text: str) -> Iterator[LineBox]:
 
 if __name__ == "__main__":
     try:
-        _serve(int(sys.argv[1]), int(sys.argv[2]))
+        serve_files(int(sys.argv[1]), int(sys.argv[2]))
     except MemoryError:
         os._exit(1)  # the parent sees the end of the stream
