@@ -17,6 +17,7 @@ _LONGEST_DELAY_S = 3600.0
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _TOKEN = re.compile("[A-Za-z_-]+")
 _ESCAPED_SIGNS = re.compile("%(24|2[aA])")
+_INDEX = re.compile(r"(.*/)index\.html?[^/]*")
 _FIELDS = ("allow", "disallow", "crawl-delay", "content-signal", "content-usage")
 _NO_TRAINING = re.compile(r"\b(?:ai-train|train-ai)\s*=\s*(?:no?|false)\b", re.I)
 # Misspellings in robots.txt files that Google's parser accepts.
@@ -62,7 +63,8 @@ def parse_robots(text: str, agent: str) -> Robots:
     groups: dict[str, list[tuple[str, str]]] = {}
     names: list[str] = []
     in_rules, sitemaps = False, []
-    for line in _LINE_END.split(text.lstrip("\ufeff")):
+    # An incomplete byte order mark has been decoded as U+FFFD.
+    for line in _LINE_END.split(text.lstrip("\ufeff\ufffd")):
         field, value = _split_line(line)
         if field == "sitemap":
             sitemaps.append(value)
@@ -78,6 +80,9 @@ def parse_robots(text: str, agent: str) -> Robots:
                 groups[name].append((field, value))
     lines = groups.get(agent.lower(), groups.get("*", []))
     rules = [(field == "allow", _normalize(v)) for field, v in lines if "allow" in field and v]
+    # Google's parser takes an allowed index page as permission for its directory as well.
+    indexes = [_INDEX.fullmatch(rule) for is_allowed, rule in rules if is_allowed]
+    rules += [(True, f"{index[1]}$") for index in indexes if index]
     delays = [_seconds(value) for field, value in lines if field == "crawl-delay"]
     known_delays = [delay for delay in delays if delay is not None]
     refusals = (f"{field}: {value}" for field, value in lines if _NO_TRAINING.search(value))
@@ -90,7 +95,7 @@ def _split_line(line: str) -> tuple[str, str]:
     line = line.partition("#")[0].strip()
     field, mark, value = line.partition(":")
     if not mark:
-        field, _, value = line.partition(" ")
+        field, value = (*line.split(None, 1), "", "")[:2]
     field = field.strip().lower()
     return _TYPOS.get(field, field), value.strip()
 
