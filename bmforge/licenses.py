@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from bmforge.errors import ConfigError, suggest
+from bmforge.license_names import ALIASES, PORT, shorten_name
 from bmforge.license_table import LICENSES, PAIRS, POLICIES, RESTRICTS, TERMS, License
 
 __all__ = [
@@ -57,36 +58,14 @@ class Conflict:
 
 
 _BY_ID = {id.lower(): license for id, license in LICENSES.items()}
-_ALIASES = {
-    "public domain": "CC-PDDC",
-    "publicdomain": "CC-PDDC",
-    "pd": "CC-PDDC",
-    "cc0": "CC0-1.0",
-    "apache 2.0": "Apache-2.0",
-    "apache license 2.0": "Apache-2.0",
-    "apache-2": "Apache-2.0",
-    "bsd": "BSD-3-Clause",
-    "odbl": "ODbL-1.0",
-    "odc-by": "ODC-By-1.0",
-    "pddl": "PDDL-1.0",
-    "python-2.0": "PSF-2.0",
-    "minicpm": "MiniCPM-1.0",
-}
-_GNU = re.compile(r"(a|l)?gpl-?v?(2\.0|2\.1|3\.0|2|3)(\+|-or-later|-only)?")
+_GNU = re.compile(r"(?:gnu-)?(a|l)?gpl-?v?(2\.0|2\.1|3\.0|2|3)(\+|-or-later|-only)?")
 _COMMONS = re.compile(
     r"(?:https?://)?(?:www\.)?creativecommons\.org/"
     r"(?:licenses/([a-z-]+)/(\d\.\d)(?:/(?:[a-z]{2}|igo|scotland))?|publicdomain/(zero|mark)/1\.0)"
     r"(?:/|/(?:deed|legalcode)(?:[.-][a-z]{2}(?:[-_][a-z]{2,4})?)?)?(?:[?#]\S*)?"
 )
-# Allowed text after the version: a port to a country's law. Any other text may remove rights.
-_PORT = (
-    r"unported|international|intl|generic|igo|universal|public domain dedication|licen[cs]e|deed|"
-    r"germany|deutschland|france|japan|spain|italy|austria|switzerland|china|china mainland|taiwan|"
-    r"hong kong|united states|us|uk|england and wales|scotland|canada|australia|brazil|poland|"
-    r"netherlands|de|fr|jp|es|it|at|ch|cn|tw|hk|ca|au|br|pl|nl"
-)
 _NAMED_COMMONS = re.compile(
-    rf"cc[- ](by(?:[- ](?:nc|sa|nd)){{0,2}})[- ](\d\.\d)(?:[- ,(]+(?:{_PORT})\)?){{0,2}}"
+    rf"cc[- ](by(?:[- ](?:nc|sa|nd)){{0,2}})[- ](\d\.\d)(?:[- ,(]+(?:{PORT})\)?){{0,2}}"
 )
 _OPERATOR = re.compile(r"\s*(\(|\)|(?<=[\s)])(?:and|or|with)(?=[\s(]))\s*", re.I)
 _EXCEPTION = re.compile(r"[a-z0-9.-]*exception[a-z0-9.-]*", re.I)
@@ -203,11 +182,11 @@ def _parse_operand(tokens: list[str]) -> tuple[Alternatives, list[str]]:
 
 def _find_one(license_text: str) -> License | None:
     """Return the license that an id, name or URL denotes; None if the license is unknown."""
-    text = " ".join(license_text.strip().lower().split())
+    text = shorten_name(" ".join(license_text.strip().lower().split()))
     if text in _BY_ID:
         return _BY_ID[text]
-    if text in _ALIASES:
-        return LICENSES[_ALIASES[text]]
+    if text in ALIASES:
+        return LICENSES[ALIASES[text]]
     if address := _COMMONS.fullmatch(text):
         if address[3]:
             return LICENSES["CC0-1.0" if address[3] == "zero" else "CC-PDDC"]

@@ -1,0 +1,62 @@
+"""Licenses as sources write them: none that forbids commercial use is taken for a free one.
+
+The strings in licenses_as_written.tsv were written down from knowledge of how licenses are stated
+in package metadata (PyPI classifiers, npm, CRAN, Cargo), data set and model cards, GitHub
+repositories, web pages, publishers' metadata and pages of Creative Commons, in English, Chinese,
+Japanese, German, French, Spanish and Russian; they were not sampled by a program. "yes" means
+that the text allows commercial use of the whole work without a further condition on who uses it
+or a request, by reading the license, not by running bmforge.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bmforge.licenses import find_license, obeys
+
+LINES = (Path(__file__).parent / "licenses_as_written.tsv").read_text("utf-8").splitlines()
+STRINGS = {text: answer for answer, text in (line.split("\t") for line in LINES)}
+FREE = [text for text, answer in STRINGS.items() if answer == "yes"]
+LIMITED = [text for text, answer in STRINGS.items() if answer == "no"]
+
+
+def test_the_list_is_large() -> None:
+    assert set(STRINGS.values()) == {"yes", "no"}
+    assert len(STRINGS) == len(LINES)
+    assert len(FREE) >= 170
+    assert len(LIMITED) >= 200
+
+
+def test_no_limited_license_is_allowed_for_commerce() -> None:
+    assert [text for text in LIMITED if obeys(text, "commercial")] == []
+    for case in (str.upper, str.lower, str.title, lambda text: f"  {text}\n"):
+        assert [text for text in LIMITED if obeys(case(text), "commercial")] == []
+
+
+def test_most_free_licenses_are_allowed_for_commerce() -> None:
+    """The others have no version, are not in the table, or are not in English."""
+    allowed = [text for text in FREE if obeys(text, "commercial")]
+    assert len(allowed) >= 0.75 * len(FREE)
+
+
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("License :: OSI Approved :: MIT License", "MIT"),
+        ("Attribution-ShareAlike 4.0 International", "CC-BY-SA-4.0"),
+        ("Attribution-NonCommercial 4.0 International (CC BY-NC 4.0)", "CC-BY-NC-4.0"),
+        ("Creative Commons Attribution-NonCommercial-NoDerivs 3.0 Unported", "CC-BY-NC-ND-3.0"),
+        ("GNU General Public License v2 or later (GPLv2+)", "GPL-2.0-or-later"),
+        ("GNU Affero General Public License v3", "AGPL-3.0-only"),
+        ("Attribution 4.0 International (CC BY-NC 4.0)", None),
+        ("Attribution-NonCommercial 4.0 International (CC BY 4.0)", None),
+        ("Creative Commons Attribution 4.0 International, images excluded", None),
+        ("Creative Commons Attribution 4.0 International NC", None),
+        ("GNU General Public License v3 for academic use", None),
+    ],
+)
+def test_titles_and_classifiers(text: str, id: str | None) -> None:
+    license = find_license(text)
+    assert (license.id if license else None) == id
