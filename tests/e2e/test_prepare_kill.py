@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +51,34 @@ def write_large(path: Path, documents: int) -> None:
 
 
 def start(options: list[str]) -> subprocess.Popen[bytes]:
-    """Start the command in a session of its own, so that its workers can be found."""
+    """Start the command in a session of its own, so that its workers can be found.
+
+    Its folder for temporary files is used by no other process.
+    """
+    temporary = find_temporary(Path(options[options.index("--out") + 1]))
+    temporary.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "bmforge", "prepare", *options],
+        env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
+
+
+def find_temporary(out: Path) -> Path:
+    """Return a folder for one output; its path must be short enough for sockets of the workers."""
+    return Path(tempfile.gettempdir()) / f"kill-{zlib.crc32(str(out).encode()):08x}"
+
+
+def check_nothing_is_left(out: Path) -> None:
+    """Neither the output nor the folder for temporary files has a file or folder of a run."""
+    temporary = find_temporary(out)
+    left = [str(path) for path in temporary.iterdir()]
+    shutil.rmtree(temporary)
+    assert left == []
+    assert [path for path in out.rglob("*") if "tmp" in path.name] == []
+    assert [path for path in out.rglob("*") if path.is_dir() and not any(path.iterdir())] == []
 
 
 def finish(process: subprocess.Popen[bytes]) -> None:
@@ -126,7 +150,21 @@ def kill_in_chain(work: Work, out: Path, kills: int, seed: int) -> None:
     if not (out / "prepared.toml").exists():
         finish(start(options))
     assert hits >= min(kills, 2)
+    check_nothing_is_left(out)
     assert written(out) == work.expected
+
+
+@pytest.mark.long
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+    """One kill with two workers, after the first part is done, and a run that goes on."""
+    out, path = tmp_path / "out", tmp_path / "small.jsonl"
+    write_large(path, 150)
+    options = [str(path), "--vocab-size", "300", "--skip-bad", "--shard-bytes", "20000"]
+    options += ["--out", str(out), "--workers", "2"]
+    assert kill_when(start(options), out, 1, 0.0)
+    assert (out / "preparing.tmp").is_dir()
+    finish(start(options))
+    check_nothing_is_left(out)
 
 
 @pytest.mark.long
@@ -146,6 +184,7 @@ def test_the_parent_alone_is_killed(work: Work, tmp_path: Path) -> None:
     process.communicate()  # until the last of them has closed its end of the pipe
     assert not (out / "prepared.toml").exists()
     finish(start(options))
+    check_nothing_is_left(out)
     assert written(out) == work.expected
 
 

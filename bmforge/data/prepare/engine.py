@@ -24,6 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bmforge.data.prepare.temporary import mark_temporary_dir
 from bmforge.errors import ConfigError, DataError
 from bmforge.logging import get_logger
 
@@ -160,6 +161,7 @@ class _Pool:
             "forkserver" if "forkserver" in methods else "spawn"
         )
         if "forkserver" in methods:
+            mark_temporary_dir()
             self._context.set_forkserver_preload([__name__, "bmforge.data"])
         self._work, self._limits, self._count = work, limits, workers
         self._workers = [self._start() for _ in range(workers)]
