@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bmforge.cli.data_options import PrepareCommand
 from bmforge.data import prepare, show_preparation
+from bmforge.data.prepare.funnel import REPLACED
 from bmforge.logging import get_logger
 
 __all__ = ["run_prepare"]
@@ -31,8 +32,18 @@ def run_prepare(command: PrepareCommand) -> None:
         100 * report.held_out_ratio,
         report.vocab_size,
     )
-    for step, (documents, _) in sorted(report.funnel.changed.items() if report.funnel else ()):
-        if step != "normalise":
+    for step, counts in sorted(report.funnel.changed.items() if report.funnel else ()):
+        documents, characters = counts
+        if step == REPLACED and report.funnel:
+            read_bytes = max(report.funnel.read.text_bytes, 1)
+            get_logger().info(
+                "changed by %s: %d documents, %d characters (%.3g %% of the bytes read)",
+                step,
+                documents,
+                characters,
+                100 * characters / read_bytes,
+            )
+        elif step != "normalise":
             get_logger().info("changed by %s: %d documents", step, documents)
     counted = {"duplicate", "unreadable"}
     for rule, amount in sorted(report.funnel.dropped.items() if report.funnel else ()):

@@ -17,7 +17,7 @@ import numpy as np
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.clean.normalize import normalize_text, text_digest
 from bmforge.data.prepare.engine import Beat, SkippedEntry, StagePart
-from bmforge.data.prepare.funnel import Dropped, Funnel
+from bmforge.data.prepare.funnel import REPLACED, Dropped, Funnel
 from bmforge.data.prepare.journal import write_hashed
 from bmforge.data.prepare.shards import TOPICS, FileRange, Shard
 from bmforge.data.prepare.summary import Summary, group_of
@@ -161,7 +161,7 @@ def _process(
             yield unread, record.size_bytes, parsed
         else:
             if replaced := int(parsed.scores.get("replaced_characters", 0)):
-                funnel.change("replacing damaged characters", 1, replaced)
+                funnel.change(REPLACED, 1, replaced)
             if damaged := int(parsed.scores.get("damaged_parts", 0)):
                 funnel.change("leaving out damaged parts", 1, damaged)
             document, reason = _take_steps(parsed, task.steps, funnel)

@@ -11,7 +11,9 @@ from typing import Any
 from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 
-__all__ = ["Amount", "Dropped", "Funnel"]
+__all__ = ["REPLACED", "Amount", "Dropped", "Funnel"]
+
+REPLACED = "replacing damaged characters"  # name of this step in `Funnel.changed`
 
 _SAMPLES = 20
 

@@ -20,6 +20,7 @@ OTHERS = "others"
 _MOST_GROUPS = 40
 _MOST_VALUES = 50  # maximum distinct values of a metadata field in a record
 _LONGEST_VALUE = 100  # characters
+_MOST_LOST = 20  # web pages in `lost_text`
 _YEAR = 4
 _NESTED = ("sources", "origins")
 _SHORTENED = ("languages", "scripts", "licenses", "terms", "years")
@@ -60,6 +61,8 @@ class Summary:
         lengths: number, bytes and tokens of the kept documents by length; key k counts documents of
             2^(k-1) to 2^k - 1 tokens.
         clusters: number of near-duplicate clusters per size.
+        lost_text: dict from the location of a kept web page to the visible text that is not in the
+            document, in ten-thousandths; only the pages with the largest fractions.
     """
 
     sources: dict[str, Counts] = field(default_factory=dict)
@@ -71,6 +74,7 @@ class Summary:
     origins: dict[str, Counts] = field(default_factory=dict)
     lengths: Counts = field(default_factory=dict)
     clusters: Counts = field(default_factory=dict)
+    lost_text: Counts = field(default_factory=dict)
 
     def add_source(self, group: str, outcome: str, read_bytes: int) -> None:
         """Count one document under its source group and outcome."""
@@ -89,6 +93,20 @@ class Summary:
             _add(table, _cut(value), counts)
         _add(self.origins.setdefault(license, {}), _cut(origin_of(document)), counts[:2])
         _add(self.lengths, str(tokens.bit_length()), counts)
+        if lost := round(10_000 * document.scores.get("lost_ratio", 0)):
+            page = document.url or f"{document.source}:{document.place}"
+            self._add_lost_(page, lost)
+            self._limit_lost_()
+
+    def _add_lost_(self, page: str, lost: int) -> None:
+        page = page[:_LONGEST_VALUE]
+        self.lost_text[page] = [max(lost, *self.lost_text.get(page, [0]))]
+
+    def _limit_lost_(self) -> None:
+        """Keep the pages that lost most; the result does not depend on the order of pages."""
+        by_loss = sorted(self.lost_text, key=lambda page: (-self.lost_text[page][0], page))
+        for page in by_loss[_MOST_LOST:]:
+            del self.lost_text[page]
 
     def merge(self, other: Summary) -> None:
         """Add the counts in `other`, the summary of another part of the corpus."""
@@ -97,8 +115,11 @@ class Summary:
             for group, outcomes in getattr(other, name).items():
                 for outcome, counts in outcomes.items():
                     _add(own_counts.setdefault(group, {}), outcome, counts)
+        for page, (lost,) in other.lost_text.items():
+            self._add_lost_(page, lost)
+        self._limit_lost_()
         for item in fields(self):
-            if item.name not in _NESTED:
+            if item.name not in (*_NESTED, "lost_text"):
                 for value, counts in getattr(other, item.name).items():
                     _add(getattr(self, item.name), value, counts)
 

@@ -12,7 +12,7 @@ from bmforge.data.prepare.record import PrepareReport, read_record
 from bmforge.data.prepare.summary import KEPT, UNKNOWN, Summary
 from bmforge.data.report.drawings import draw_bars, draw_funnel
 from bmforge.data.report.samples import read_dropped, read_kept
-from bmforge.data.report.viewer import VIEWER_SCRIPT, VIEWER_STYLE, draw_viewer
+from bmforge.data.report.viewer import VIEWER_SCRIPT, VIEWER_STYLE, clean_text, draw_viewer
 from bmforge.errors import DataError
 from bmforge.files import check_place
 from bmforge.html_page import write_page
@@ -63,6 +63,7 @@ def write_corpus_report(out_dir: str | os.PathLike[str]) -> Path:
         ),
         _section("Years · 年份", _values(report.summary.years, by_name=True)),
         _section("Clusters of near duplicates · 近似重复簇", _clusters(report.summary)),
+        _section("Text lost per web page · 网页丢失的文本", _lost(report.summary)),
         _section("Changed by step · 各步修改", _changes(report.funnel)),
         _samples(out, report.funnel),
         _section("Steps and settings · 步骤与设置", _settings(report)),
@@ -199,6 +200,12 @@ def _clusters(summary: Summary) -> str:
         if sizes
         else ""
     )
+
+
+def _lost(summary: Summary) -> str:
+    by_loss = sorted(summary.lost_text.items(), key=lambda item: (-item[1][0], item[0]))
+    rows = [(clean_text(page), lost / 100) for page, (lost,) in by_loss]
+    return _table(("page · 网页", "% of the visible text · 占可见文本"), rows)
 
 
 def _changes(funnel: Funnel) -> str:
