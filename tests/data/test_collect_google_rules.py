@@ -12,7 +12,8 @@ from bmforge.data.collect.robots import parse_robots
 from bmforge.data.collect.run import clean_url
 
 _GROUPS = "allow: /out/\n\nuser-agent: a\ndisallow: /\nallow: /1/\nuser-agent: b\ndisallow: /\n"
-GROUPS = f"{_GROUPS}allow: /2/\n\n\nallow: /3/\nuser-agent: c\n\nuser-agent: a\nallow: /4/\ndisallow: /\n"
+GROUPS = f"{_GROUPS}allow: /2/\n\n\nallow: /3/\nuser-agent: c\n\nuser-agent: a\nallow: /4/\n"
+GROUPS += "disallow: /\n"
 OTHERS = "user-agent: *\ndisallow: /\nuser-agent: kite bird\nallow: /x/\ndisallow: /\n"
 
 
