@@ -248,7 +248,7 @@ def test_changed_mlps_and_missing_batches_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs batches"):
         moefy(model, MoEfyConfig(num_experts=8))
     model.change_(Change("int8", ("layers.0.mlp.up_proj",)))
-    with pytest.raises(ConfigError, match="changes other than its sizes"):
+    with pytest.raises(ConfigError, match="was already modified, not only resized"):
         moefy(model, MoEfyConfig(num_experts=8), [make_inputs("llama")])
     with pytest.raises(ConfigError, match=r"share=0\.0 must be above 0"):
         MoEfyConfig(share=0.0)

@@ -35,11 +35,13 @@ def classify_together(
         ConfigError: there are no classifiers, their numbers of classes differ, or `mean` is
             unknown.
     """
+    if not classifiers:
+        raise ConfigError("classify_together has no classifiers. Pass one or more classifiers.")
     counts = sorted({classifier.verbalizer.num_classes for classifier in classifiers})
     if len(counts) != 1:
         raise ConfigError(
             f"the classifiers have different numbers of classes: {', '.join(map(str, counts))}. "
-            "Use classifiers of the same classes."
+            "Use classifiers with the same classes."
         )
     if mean not in ("probabilities", "logits"):
         raise ConfigError(f"unknown mean: mean={mean!r} (known: probabilities, logits).")

@@ -171,8 +171,13 @@ def test_an_ensemble_is_the_mean_of_its_templates(folders):
     by_logits = (first + second).div(2).exp()
     expected = by_logits / by_logits.sum(-1, keepdim=True)
     torch.testing.assert_close(classify_together(both, examples, "logits").exp(), expected)
-    with pytest.raises(ConfigError, match="same vocabulary or labels"):
+    with pytest.raises(ConfigError, match="no classifiers"):
         classify_together([], examples)
+    three = PromptClassifier(
+        model, both[0].template, ManualVerbalizer(["bad", "good", "great"], tokenizer)
+    )
+    with pytest.raises(ConfigError, match="different numbers of classes: 2, 3"):
+        classify_together([both[0], three], examples)
 
 
 @pytest.mark.parametrize("join", ["first", "max", "mean"])
