@@ -1,4 +1,4 @@
-"""Names of licenses as sources write them, and the ids or short names that they stand for."""
+"""Spellings of license names in package metadata and on web pages, with their SPDX ids."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def explain_box(text: str) -> str:
     """Return the message of tyro as one sentence, with advice.
 
     Args:
-        text: what tyro wrote to standard error: blocks in a frame, divided by horizontal lines. The
+        text: tyro's output on standard error: blocks in a frame, divided by horizontal lines. The
             first block is the problem, which is wrapped; others have the type of the option.
     """
     blocks = [block for block in _split(text) if block and " ".join(block) not in _TITLES]
@@ -27,12 +27,12 @@ def explain_box(text: str) -> str:
     problem = " ".join(blocks[0]).partition(" Got errors:")[0]
     if match := re.match(r"Error parsing (--\S+): (.*)", problem):
         name, reason = match.groups()
-        given = re.search(r"'([^']*)'\W*$", reason)
+        quoted = re.search(r"'([^']*)'\W*$", reason)
         kinds = [line.partition(" ")[2] for b in blocks[1:] for line in b if line.startswith(name)]
-        if given is None or not kinds:
+        if quoted is None or not kinds:
             return f"{name}: {_end(reason)}"
         kind = " or ".join(_KINDS.get(part, part) for part in kinds[0].split("|"))
-        return f"{name} {given[1]} is not valid (needed: {kind}). Correct the value."
+        return f"{name} {quoted[1]} is not valid (needed: {kind}). Correct the value."
     if match := re.match(r"Error parsing \S+: (.*)", problem):
         return _end(match[1])  # the error of a dataclass, which is a sentence
     if match := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \(", problem):

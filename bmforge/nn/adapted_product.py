@@ -62,8 +62,8 @@ class AdaptedProduct(torch.autograd.Function):
         if needs_x and (is_traced or kernels is None):
             x_grad = multiply_gradient(grad, matrix, ctx.rows, ctx.spec) + low_grad @ down
         elif needs_x and kernels is not None:
-            given = kernels, grad, matrix, ctx.rows, ctx.spec
-            x_grad = multiply_transposed(*given, Update(low_grad, down))
+            update = Update(low_grad, down)
+            x_grad = multiply_transposed(kernels, grad, matrix, ctx.rows, ctx.spec, update)
         if needs_down:
             down_grad = low_grad.t() @ flat
         if needs_up:  # as in `AddLowRank`

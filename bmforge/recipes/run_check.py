@@ -103,7 +103,7 @@ def read_data(
 
     Args:
         config: result of `check_options`.
-        open_data: as for `run_recipe`.
+        open_data: function that reads the data, see `run_recipe`.
         rows: data-parallel rank and size of this process.
         overridden: fields and tables of the run that the user has changed intentionally.
 

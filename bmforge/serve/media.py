@@ -1,8 +1,8 @@
-"""Fetches the images that requests name by URL, from domains that the operator allows.
+"""Downloads images by URL for requests, from domains in the operator's allowlist.
 
-A client that chooses URLs could make the server read services of its own network (server-side
-request forgery). So only listed hosts are contacted, and the address that was checked is the one
-that is connected to: a second look-up could return another address.
+A client that chooses URLs could make the server read internal services (server-side
+request forgery). So only listed hosts are contacted, and the connection uses the address that was
+checked: a second DNS query could return another address.
 """
 
 from __future__ import annotations

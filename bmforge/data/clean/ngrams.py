@@ -170,8 +170,8 @@ def _with_shared_prefix_array(joined: str, starts: Sequence[int], n: int) -> lis
     at = np.array(starts)
     # A shorter last n-gram is short anyway, so the padding is not compared.
     padded = f"{joined}{' ' * _PREFIX}".encode("utf-32-le", "surrogatepass")
-    one = np.frombuffer(padded, np.uint32).astype(np.uint64)
-    two = one[:-1] * _BASE + one[1:]
+    single = np.frombuffer(padded, np.uint32).astype(np.uint64)
+    two = single[:-1] * _BASE + single[1:]
     four = two[:-2] * _BASE_2 + two[2:]
     eight = four[:-4] * _BASE_4 + four[4:]
     hashes = (eight[:-4] * _BASE_4 + four[8:])[at[:-n]]

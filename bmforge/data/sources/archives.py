@@ -63,10 +63,10 @@ def open_zip(stream: BinaryIO, where: Where) -> zipfile.ZipFile:
 
 
 def read_zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most_bytes: int) -> bytes:
-    """Return at most the first `most_bytes` bytes of a member.
+    """Read a member of a ZIP archive, up to a limit of `most_bytes` bytes.
 
     zipfile decompresses bzip2 and LZMA data without a limit, in which 1 kB may become 1 GB. So
-    these data are read as they are stored, and decompressed here.
+    their compressed bytes are read, and decompressed here in steps.
 
     Raises:
         UNREADABLE: the member is damaged or encrypted, or its method is not supported.
