@@ -75,7 +75,8 @@ def run_seed(folder: Path, seed: int, options: argparse.Namespace) -> list[dict[
     batch = str(options.rl_batch_size)
     common = ["--seed", str(seed), "--precision", options.precision, "--seq-len", "10"]
     sft = ["conversations", "--model", f"{folder}/start", "--data", f"{folder}/solved.jsonl"]
-    sft += ["--batch-size", "64", "--micro-batch-size", "64", "--lr", str(options.lr), *common]
+    rows = str(options.sft_batch_size)
+    sft += ["--batch-size", rows, "--micro-batch-size", rows, "--lr", str(options.lr), *common]
     sft += ["--train.schedule.kind", options.schedule]
     rl = ["rl", "--model", f"{folder}/sft/export", "--data", f"{folder}/problems.jsonl"]
     rl += ["--reward", "exact:answer", "--num-generations", "8", "--max-completion-length", "4"]
@@ -103,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--lr", type=float, default=2e-3, help="of supervised tuning")
     parser.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    parser.add_argument("--sft-batch-size", type=int, default=64, help="rows per step")
     parser.add_argument("--rl-lr", type=float, default=3e-4)
     parser.add_argument("--rl-batch-size", type=int, default=256, help="answers per step")
     parser.add_argument("--start-accuracy", type=float, default=1 / 3)

@@ -45,9 +45,7 @@ def run_generate(command: GenerateCommand) -> None:
     with opened_model(source.model, command.memory, rows, adapters, allowed) as model:
         torch.manual_seed(command.seed)
         if speech is not None and command.audio is not None:
-            language = {} if command.language is None else {"language": command.language}
-            options = {**command.options(), **language}
-            print(speech.transcribe(model, command.audio, **options))
+            _print_transcript(command, speech, model)
             return
         prompt = command.prompt if command.prompt is not None else sys.stdin.read()
         if images is not None:
@@ -82,6 +80,20 @@ def _open_speech(command: GenerateCommand, source: ModelSource) -> Transcriber |
     return Transcriber(source.tokenizer)
 
 
+def _print_transcript(command: GenerateCommand, speech: Transcriber, model: Any) -> None:
+    from bmforge.infer.speech import format_subtitles
+
+    audio, kind = command.audio, command.transcript_format
+    assert audio is not None
+    options = command.options()
+    if command.language is not None:
+        options["language"] = command.language
+    if kind in ("srt", "vtt"):
+        print(format_subtitles(speech.segments(model, audio, **options)[0], kind), end="")
+    else:
+        print(speech.transcribe(model, audio, **options))
+
+
 def _check_inputs(command: GenerateCommand) -> None:
     """Raise `ConfigError` for inputs that exclude each other, or an option without effect."""
     inputs = ("image", "audio", "document")
@@ -92,7 +104,8 @@ def _check_inputs(command: GenerateCommand) -> None:
         names.append("--chat")
     if len(names) > 1:
         raise ConfigError(f"{' and '.join(names)} cannot be used together. Leave one of them out.")
-    if command.language is not None and command.audio is None:
-        raise ConfigError(
-            f"--language {command.language} has no effect without --audio. Leave it out."
-        )
+    for name in ("language", "transcript_format"):
+        value = getattr(command, name)
+        if value is not None and command.audio is None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value} has no effect without --audio. Leave it out.")

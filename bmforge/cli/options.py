@@ -53,6 +53,8 @@ class GenerateCommand:
             template of a vision-language model, after the images.
         audio: audio file that a speech model such as Whisper transcribes, instead of a prompt.
         language: language of the audio, such as en (if None: detected).
+        transcript_format: format of a transcript: text, or subtitles with times as srt or vtt (if
+            None: text).
         document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
             they are printed with their answers.
         max_new_tokens: maximum number of new tokens; with documents, per answer (if None: 100, or
@@ -89,6 +91,7 @@ class GenerateCommand:
     image: tuple[Path, ...] = ()
     audio: Path | None = None
     language: str | None = None
+    transcript_format: Literal["text", "srt", "vtt"] | None = None
     document: Path | None = None
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -113,7 +116,7 @@ class GenerateCommand:
     def options(self) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` that the user set."""
         others = {"model", "prompt", "chat", "image", "audio", "language", "document", "seed"}
-        others |= {"adapter", "memory", "allow_other_base"}
+        others |= {"transcript_format", "adapter", "memory", "allow_other_base"}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.max_new_tokens is None and self.audio is None:
             values["max_new_tokens"] = 100

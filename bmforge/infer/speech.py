@@ -3,116 +3,27 @@
 from __future__ import annotations
 
 import copy
-import wave
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import ConfigError
+from bmforge.infer.audio import name_of_audio, read_audio
 from bmforge.infer.processor import load_processor
 from bmforge.models.transformers.library import load_library
 from bmforge.surgery import evaluating
 
-__all__ = ["Transcriber", "measure_audio", "read_audio"]
+__all__ = ["Transcriber", "format_subtitles"]
 
 # Generation options with the same name and meaning in transformers' generate for speech.
 _OPTIONS = (
     "max_new_tokens", "num_beams", "length_penalty", "do_sample", "temperature", "top_k", "top_p",
     "repetition_penalty", "no_repeat_ngram_size",
 )  # fmt: skip
-_CHOICES = ("language", "task", "return_timestamps", "return_segments")
-
-
-def read_audio(path: str | Path | BinaryIO) -> tuple[NDArray[np.float32], int]:
-    """Read an audio file; return the mean of its channels' samples, and the sampling rate.
-
-    WAV files with integer samples are read with the standard library, other files with the package
-    soundfile, if it is installed.
-
-    Args:
-        path: file; an open file is named by its attribute `name`, if any.
-
-    Raises:
-        DataError: the file does not exist, or cannot be read.
-    """
-    try:
-        with wave.open(_source_of(path), "rb") as file:
-            width, channels = file.getsampwidth(), file.getnchannels()
-            data, rate = file.readframes(file.getnframes()), file.getframerate()
-        samples = _to_floats(data, width).reshape(-1, channels)
-    except (wave.Error, EOFError):  # not a WAV file, or one with float samples
-        samples, rate = _read_with_soundfile(path)
-    except OSError as error:
-        raise DataError(
-            f"cannot read the audio file {_name_of(path)!r} ({error}). Check the path."
-        ) from error
-    if not len(samples):
-        raise DataError(f"the audio file {_name_of(path)!r} has no samples. Use another file.")
-    return samples.mean(1, dtype=np.float32), rate
-
-
-def _source_of(path: str | Path | BinaryIO) -> Any:
-    return str(path) if isinstance(path, (str, Path)) else path
-
-
-def _name_of(path: str | Path | BinaryIO) -> str:
-    return str(path) if isinstance(path, (str, Path)) else str(getattr(path, "name", "audio"))
-
-
-def measure_audio(path: str | Path | BinaryIO) -> tuple[int, int]:
-    """Return the number of samples per channel and the sampling rate, from a file's header.
-
-    Raises:
-        DataError: the file does not exist, cannot be read or is truncated.
-    """
-    try:
-        with wave.open(_source_of(path), "rb") as file:
-            count, rate = file.getnframes(), file.getframerate()
-            size = count * file.getsampwidth() * file.getnchannels()
-    except (wave.Error, EOFError):
-        samples, rate = _read_with_soundfile(path)
-        return len(samples), rate
-    except OSError as error:
-        raise DataError(f"cannot read the audio file {_name_of(path)!r} ({error}).") from error
-    is_file = isinstance(path, (str, Path))
-    if not count or (is_file and size > Path(_name_of(path)).stat().st_size):
-        problem = "is truncated" if count else "has no samples"
-        raise DataError(f"the audio file {_name_of(path)!r} {problem}. Use another file.")
-    return count, rate
-
-
-def _to_floats(data: bytes, width: int) -> NDArray[np.float32]:
-    """Convert little-endian integer samples of `width` bytes to values from -1 to 1."""
-    raw = np.frombuffer(data, np.uint8)
-    if width == 1:  # 8-bit samples are unsigned
-        return ((raw.astype(np.float32) - 128) / 128).astype(np.float32)
-    wide = np.zeros((len(raw) // width, 4), np.uint8)
-    wide[:, 4 - width :] = raw.reshape(-1, width)
-    return (wide.view("<i4")[:, 0] / 2**31).astype(np.float32)
-
-
-def _read_with_soundfile(path: str | Path | BinaryIO) -> tuple[NDArray[np.float32], int]:
-    try:
-        import soundfile
-    except ImportError as error:
-        raise DataError(
-            f"{_name_of(path)!r} is not a WAV file with integer samples. Convert it with: ffmpeg "
-            "-i FILE -ar 16000 -ac 1 out.wav; or install the package soundfile."
-        ) from error
-    source = _source_of(path)
-    if source is path and not isinstance(path, (str, Path)):
-        path.seek(0)
-    try:
-        samples, rate = soundfile.read(source, dtype="float32", always_2d=True)
-    except RuntimeError as error:
-        raise DataError(
-            f"cannot read the audio file {_name_of(path)!r} ({error}). Convert it to a WAV file."
-        ) from error
-    return samples, int(rate)
+_TIMES = ("start", "end")
+_CHOICES = ("language", "task", "prompt", "return_timestamps", "return_segments")
 
 
 class Transcriber:
@@ -159,13 +70,13 @@ class Transcriber:
 
         Args:
             model: speech model loaded with the transformers backend.
-            file: audio file with the sampling rate of the model; see `read_audio`.
-            options: `language`, `task` ("transcribe" or "translate"), and fields of
-                `GenerationConfig`.
+            file: audio file; see `bmforge.infer.audio.read_audio`.
+            options: `language`, `task` ("transcribe" or "translate"), `prompt` (text before the
+                audio, such as names with their spelling), and fields of `GenerationConfig`.
 
         Raises:
             ConfigError: the model is not a speech model, or does not support an option.
-            DataError: the file cannot be read, or has another sampling rate.
+            DataError: the file cannot be read or resampled.
         """
         features = self._encode(model, file)
         return self._run(model, features, file, options).tolist()  # type: ignore[no-any-return]
@@ -218,13 +129,8 @@ class Transcriber:
                 f"a {type(model).__name__} with the head {model.config.head!r} does not transcribe "
                 "audio. Use a speech model such as Whisper."
             )
-        samples, rate = read_audio(file)
-        needed = self._extractor.sampling_rate
-        if rate != needed:
-            raise DataError(
-                f"{_name_of(file)!r} has a sampling rate of {rate} Hz, but the model needs "
-                f"{needed} Hz. Convert it with `ffmpeg -i FILE -ar {needed} -ac 1 out.wav`."
-            )
+        rate = self.sampling_rate
+        samples = read_audio(file, rate)
         # A feature extractor cuts after one window by default.
         is_long = len(samples) > getattr(self._extractor, "n_samples", len(samples))
         more = {"truncation": False, "padding": "longest"} if is_long else {}
@@ -247,12 +153,47 @@ class Transcriber:
         config.update(**{name: value for name, value in options.items() if name in _OPTIONS})
         choice = {name: value for name, value in options.items() if name in _CHOICES}
         try:
+            if (prompt := choice.pop("prompt", None)) is not None:
+                choice["prompt_ids"] = self._encode_prompt(prompt, features)
             with evaluating(model), torch.no_grad():
                 return model.foreign.generate(**features, generation_config=config, **choice)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"transformers cannot transcribe {_name_of(file)!r}: {error} (options: "
+                f"transformers cannot transcribe {name_of_audio(file)!r}: {error} (options: "
                 f"{', '.join(options) or 'none'}). Leave out options that the model does not "
                 "support, and use all files of the published model, including "
                 "generation_config.json."
             ) from error
+
+    def _encode_prompt(self, prompt: str, features: Any) -> torch.Tensor:
+        """Return the token ids of a prompt, on the device of the features."""
+        encode = getattr(self._processor.tokenizer, "get_prompt_ids", None)
+        if encode is None:
+            raise ConfigError(
+                "this speech model does not support a prompt (supported: Whisper). Leave it out."
+            )
+        ids: torch.Tensor = encode(prompt, return_tensors="pt")
+        return ids.to(next(iter(features.values())).device)
+
+
+def format_subtitles(segments: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """Return segments of a transcript as the text of a subtitle file.
+
+    Args:
+        segments: segments of `Transcriber.segments`.
+        kind: "srt" (SubRip) or "vtt" (WebVTT).
+    """
+    blocks = []
+    for number, segment in enumerate(segments, 1):
+        times = [_format_time(segment[name], "," if kind == "srt" else ".") for name in _TIMES]
+        # An arrow inside a line would be read as a line of times.
+        text = segment["text"].strip().replace("-->", "->")
+        head = f"{number}\n" if kind == "srt" else ""
+        blocks.append(f"{head}{' --> '.join(times)}\n{text}\n")
+    return "\n".join((["WEBVTT\n"] if kind == "vtt" else []) + blocks)
+
+
+def _format_time(seconds: float, separator: str) -> str:
+    whole, milliseconds = divmod(round(seconds * 1000), 1000)
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}{separator}{milliseconds:03}"

@@ -10,8 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from bmforge.infer.audio import measure_audio
 from bmforge.infer.engine.tasks import stepped_task
-from bmforge.infer.speech import Transcriber, measure_audio
+from bmforge.infer.speech import Transcriber, format_subtitles
 from bmforge.serve.encoding import finish_task
 from bmforge.serve.errors import RequestError
 from bmforge.serve.http_json import GONE, StrictRoute
@@ -22,8 +23,9 @@ from bmforge.serve.serving import serving_of
 __all__ = ["router"]
 
 router = APIRouter(route_class=StrictRoute)
-_FORMATS = ("json", "text", "verbose_json")
-_FIELDS = ("file", "model", "language", "response_format", "temperature", "stream")
+_FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
+_WITH_TIMES = ("verbose_json", "srt", "vtt")
+_FIELDS = ("file", "model", "language", "prompt", "response_format", "temperature", "stream")
 _GRANULARITIES = "timestamp_granularities[]"
 _TEXT = {"type": "string"}
 _BODY = {
@@ -31,7 +33,7 @@ _BODY = {
     "required": ["file", "model"],
     "properties": {
         "file": {"type": "string", "format": "binary"},
-        **dict.fromkeys(("model", "language", "temperature"), _TEXT),
+        **dict.fromkeys(("model", "language", "prompt", "temperature"), _TEXT),
         "response_format": {"type": "string", "enum": list(_FORMATS)},
     },
 }
@@ -63,7 +65,7 @@ async def _answer(request: Request, task: str) -> Response:
             status=503,
         )
     options = _read_options(fields, task)
-    run = partial(_transcribe, serving.transcriber, file, form == "verbose_json", options)
+    run = partial(_transcribe, serving.transcriber, file, form in _WITH_TIMES, options)
     deadline_s = serving.config.timeouts.request_s
     submit = partial(served.engine.submit_task, stepped_task(run, deadline_s, served.delta))
     with serving.admit(request, served):
@@ -73,6 +75,10 @@ async def _answer(request: Request, task: str) -> Response:
             return Response(status_code=GONE)
     if form == "text":
         return PlainTextResponse(result["text"] + "\n")
+    if form in ("srt", "vtt"):
+        text = format_subtitles(result["segments"], form)
+        media_type = "text/vtt" if form == "vtt" else "application/x-subrip"
+        return Response(text, media_type=f"{media_type}; charset=utf-8")
     return JSONResponse({"task": task, **result} if form == "verbose_json" else result)
 
 
@@ -124,8 +130,7 @@ def _read_options(fields: Mapping[str, str], task: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if task != "transcribe":
         options["task"] = task
-    if fields.get("language"):
-        options["language"] = fields["language"]
+    options |= {name: fields[name] for name in ("language", "prompt") if fields.get(name)}
     try:
         temperature = float(fields.get("temperature") or 0)
     except ValueError:
@@ -141,16 +146,16 @@ def _read_options(fields: Mapping[str, str], task: str) -> dict[str, Any]:
 def _transcribe(
     transcriber: Transcriber,
     file: io.BytesIO,
-    is_verbose: bool,
+    has_times: bool,
     options: Mapping[str, Any],
     model: Any,
 ) -> dict[str, Any]:
     """Return the fields of a response."""
-    if not is_verbose:
+    if not has_times:
         return {"text": transcriber.transcribe(model, file, **options)}
     segments, language = transcriber.segments(model, file, **options)
     file.seek(0)
-    count, rate = measure_audio(file)
+    count, rate = measure_audio(file)  # the file was read, so both are positive
     temperature = options.get("temperature", 0.0)
     return {
         "language": language or "en",

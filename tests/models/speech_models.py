@@ -37,6 +37,10 @@ def write_speech_model(folder: Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
+    settings_file = folder / "tokenizer_config.json"
+    kind = {"tokenizer_class": "WhisperTokenizer"}
+    settings = {**json.loads(settings_file.read_text(encoding="utf-8")), **kind}
+    settings_file.write_text(json.dumps(settings), encoding="utf-8")
     transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(folder)
     start, end_id = ids["<|startoftranscript|>"], ids[end]
     config = transformers.WhisperConfig(

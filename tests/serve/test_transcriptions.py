@@ -13,7 +13,7 @@ import torch
 from speech_models import write_audio, write_speech_model
 
 from bmforge.infer import Engine, EngineConfig
-from bmforge.infer.speech import Transcriber
+from bmforge.infer.speech import Transcriber, format_subtitles
 from bmforge.models import AutoModel
 from bmforge.serve.errors import RequestError
 from bmforge.serve.multipart import FormPart, parse_form
@@ -57,6 +57,13 @@ def test_answers_of_all_formats(
             more = {"response_format": "verbose_json", "timestamp_granularities": ["segment"]}
             answer = create(model=name, file=file, language="en", **more)
         segments, language = transcriber.segments(model, audio, language="en")
+        for kind in ("srt", "vtt"):
+            with audio.open("rb") as file:
+                text = create(model=name, file=file, language="en", response_format=kind)
+            assert text == format_subtitles(segments, kind)
+        wanted = transcriber.transcribe(model, audio, language="en", prompt="Zoe")
+        with audio.open("rb") as file:
+            assert create(model=name, file=file, language="en", prompt="Zoe").text == wanted
         assert (answer.language, language, answer.duration) == ("en", "en", pytest.approx(0.7))
         assert [(s.start, s.end, s.text) for s in answer.segments] == [
             (s["start"], s["end"], s["text"]) for s in segments
@@ -96,18 +103,17 @@ def test_an_adapter_is_a_model_of_its_own(start: Any, directory: Path, tmp_path:
 
 def test_what_is_refused(start: Any, speech: Engine, directory: Path, tmp_path: Path) -> None:
     audio = write_audio(tmp_path / "a.wav", 0.2).read_bytes()
-    slow = write_audio(tmp_path / "b.wav", 0.2, rate=8000).read_bytes()
     cases: list[tuple[dict[str, str], bytes, str]] = [
-        ({"prompt": "a"}, audio, "the field 'prompt' is not supported"),
-        ({"response_format": "srt"}, audio, "response_format='srt' is not supported"),
+        ({"chunking_strategy": "auto"}, audio, "the field 'chunking_strategy' is not supported"),
+        ({"response_format": "sbv"}, audio, "response_format='sbv' is not supported"),
+        ({"prompt": "<|en|>"}, audio, "<|en|>"),
         ({"stream": "true"}, audio, "stream='true' is not supported"),
         ({"temperature": "hot"}, audio, "temperature='hot' must be a number"),
         ({"timestamp_granularities[]": "word"}, audio, "supported: segment"),
         ({"timestamp_granularities[]": "segment"}, audio, "needs response_format"),
         ({"model": "other"}, audio, "unknown model 'other'"),
         ({"language": "klingon"}, audio, "klingon"),
-        ({}, slow, "8000 Hz, but the model needs 16000 Hz"),
-        ({}, b"no audio", "is not a WAV file"),
+        ({}, b"no audio", "cannot read the audio file 'a.wav'"),
     ]
     with start(other=speech, place=directory) as server:
         url = f"{server.url}/v1/audio/transcriptions"

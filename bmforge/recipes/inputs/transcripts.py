@@ -20,7 +20,7 @@ from bmforge.batch import IGNORE_INDEX, Batch
 from bmforge.data.load.example import fingerprint_of
 from bmforge.data.sources.conversations import find_conversation_files, read_records
 from bmforge.errors import ConfigError, DataError
-from bmforge.infer.speech import measure_audio, read_audio
+from bmforge.infer.audio import check_audio, measure_audio, read_audio
 from bmforge.logging import get_logger
 
 __all__ = ["Transcript", "Transcripts", "find_prefix", "read_transcripts"]
@@ -133,8 +133,8 @@ class Transcripts:
 
     Raises:
         ConfigError: the processor reads no audio, or a language is unknown.
-        DataError: an audio file cannot be read, has another sampling rate or is too long, or a
-            transcript is too long.
+        DataError: an audio file cannot be read or resampled or is too long, or a transcript is too
+            long.
     """
 
     def __init__(
@@ -158,21 +158,19 @@ class Transcripts:
         get_logger().info("%d audio files, %.1f minutes", len(records), seconds / 60)
 
     def _check(self, record: Transcript, labels: list[int], seq_len: int) -> int:
-        """Return the number of samples of a record; see the class for errors."""
+        """Return the number of samples at the model's rate; see the class for errors."""
+        rate = self._extractor.sampling_rate
         try:
-            count, rate = measure_audio(record.audio)
+            own_count, own_rate = measure_audio(record.audio)
+            check_audio(record.audio, own_count, own_rate, rate)
         except DataError as error:
             raise DataError(f"{record.location}: {error}") from error
-        needed, most = self._extractor.sampling_rate, getattr(self._extractor, "n_samples", count)
-        if rate != needed:
-            raise DataError(
-                f"{record.location}: {str(record.audio)!r} has a sampling rate of {rate} Hz, but "
-                f"the model needs {needed} Hz. Convert the file."
-            )
-        if count > most:
+        count = round(own_count * rate / own_rate)
+        limit = getattr(self._extractor, "n_samples", count)
+        if count > limit:
             raise DataError(
                 f"{record.location}: {str(record.audio)!r} has {count / rate:.1f} s, but the "
-                f"model reads at most {most / rate:g} s. Divide the file and its transcript."
+                f"model reads at most {limit / rate:g} s. Divide the file and its transcript."
             )
         if len(labels) > seq_len:
             raise DataError(
@@ -194,11 +192,12 @@ class Transcripts:
         Raises:
             DataError: a file was changed after the start.
         """
-        samples = [read_audio(self._records[e["row"][0]].audio)[0] for e in examples]
+        rate = self._extractor.sampling_rate
+        samples = [read_audio(self._records[e["row"][0]].audio, rate) for e in examples]
         more = {} if hasattr(self._extractor, "n_samples") else {"padding": True}
         features = self._extractor(
             samples,
-            sampling_rate=self._extractor.sampling_rate,
+            sampling_rate=rate,
             return_attention_mask=True,
             return_tensors="pt",
             **more,
