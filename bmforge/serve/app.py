@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from bmforge import __version__
 from bmforge.errors import ConfigError
-from bmforge.infer import Engine
+from bmforge.infer import Engine, GenerationConfig
 from bmforge.infer.engine.runtime_adapters import load_adapter_
+from bmforge.infer.generation_defaults import read_generation_defaults
 from bmforge.logging import get_logger
 from bmforge.serve import (
     adapters,
@@ -125,6 +126,7 @@ def _check(
             f"allowed_media_domains={list(config.access.allowed_media_domains)} has no effect, "
             "because the model supports only text. Leave the option out."
         )
+    _check_defaults(engine.model)
     if not config.access.allow_runtime_lora_updating:
         return
     if not admin:
@@ -141,6 +143,16 @@ def _check(
             "allow_runtime_lora_updating needs a model that generates text. Use such a model, or "
             "leave the option out."
         )
+
+
+def _check_defaults(model: Any) -> None:
+    """Check the model's generation_config.json, which requests use for fields that are not given.
+
+    Raises:
+        ConfigError: a value is invalid or unsupported.
+    """
+    if model.traits.can_generate and model.config.head != "speech_to_text":
+        GenerationConfig(do_sample=True).with_defaults(read_generation_defaults(model.config))
 
 
 async def _let_sleep(engine: AnyEngine) -> None:
