@@ -218,7 +218,9 @@ def test_answers_in_the_teachers_place(
         assert main(command(start, recipe(f"kept{count}", 3, answers=str(place)), out)) == 0
         found[count] = AutoModel.from_pretrained(out).state_dict()
     want = AutoModel.from_pretrained(tmp_path / "want").state_dict()
-    assert_close(found[64], want, rtol=1e-4, atol=1e-5)
+    # Adam divides a gradient near 0 by its own size: one weight in 110,000 differed by 1.3e-5 on
+    # AVX-512, 99.9 % by at most 2e-7. With 4 answers 1 % differ by more than 2e-3.
+    assert_close(found[64], want, rtol=1e-4, atol=1e-4)
     assert not torch.equal(found[4]["embed.weight"], found[64]["embed.weight"])
     # What the teacher was not asked about is said.
     capsys.readouterr()

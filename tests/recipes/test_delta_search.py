@@ -107,8 +107,8 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     assert whole.step == 9
     tune, runs = delta_search.tune_task, []
 
-    def stopping(one: Any) -> Any:
-        result = tune(one)
+    def stopping(one: Any, launch: Any) -> Any:
+        result = tune(one, launch)
         runs.append(one.run_dir.name)
         if len(runs) in (2, 5):
             raise StopError

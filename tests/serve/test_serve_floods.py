@@ -16,7 +16,7 @@ import pytest
 from test_serve_process import served
 from test_serve_sockets import endless, message, read_all, until
 
-from bmforge.serve import serving
+from bmforge.serve import rules, serving
 
 pytestmark = pytest.mark.long
 REFUSED = {400, 403, 404, 405, 408, 413, 429, 431, 503, 505}
@@ -89,8 +89,8 @@ def post(port: int, body: Any, path: str = "/v1/completions") -> Any:
         return json.loads(answer.partition(b"\r\n\r\n")[2])
 
 
-# Most threads that tokenize and parse; see `Serving`.
-WORKERS = serving._TOKENIZING_THREADS + 1
+# Most threads that tokenize, parse and translate schemas; see `Serving` and `RuleChecker`.
+WORKERS = serving._TOKENIZING_THREADS + 1 + rules._AT_ONCE
 
 
 class State:
@@ -152,7 +152,8 @@ def test_floods(model_directory: Path, tmp_path: Path) -> None:
         assert until(lambda: State(process, port).files <= before.files)
         after = State(process, port)
         assert after.pages == before.pages
-        # Threads for parsing and tokenizing start when they are needed, and end when idle.
+        # Threads for parsing and tokenizing start when they are needed, and end when idle. Those
+        # for schemas, in asyncio's pool, start when they are needed, and stay.
         assert after.threads <= before.threads + WORKERS
         assert after.resident <= before.resident + (16 << 20)
         assert process.poll() is None
