@@ -31,15 +31,17 @@ class MemoryOptions:
     """Memory limits of a model.
 
     Args:
-        device_budget: device memory for weights, KV cache and activations, as a size such as
-            2GiB; weights that do not fit are read from disk when needed (if None: no limit).
+        device_budget: limit of the device memory for weights, KV cache and activations, as a size
+            such as 2GiB; weights that do not fit are streamed from disk (if None: no limit).
         max_model_len: maximum sequence length, including new tokens, for which device_budget
             reserves memory (if None: 1024, or the model's maximum).
-        quantize: quantize weights while loading: "int8", "int8-dynamic", "int4" or "int4-128";
-            "keep" loads the integers of a GGUF, GPTQ or AWQ file, and "none" dequantizes them (if
-            None: "keep" for such a file of a native family, else "none").
-        devices: accelerators among which the model's blocks are divided, by index or name, such as
-            0,1; device_budget applies to each of them (if None: one).
+        quantize: quantization of the weights during loading: "int8", "int8-dynamic", "int4" or
+            "int4-128"; "keep" keeps the integers of a GGUF, GPTQ or AWQ model, and "none"
+            dequantizes them (if None: "keep" for a quantized model that bmforge implements itself,
+            else "none").
+        devices: accelerators among which the model's blocks are divided, as a comma-separated list
+            of indices or names, such as 0,1; device_budget applies to each (if None: a single
+            device).
         backend: implementation of the architecture: "native" (bmforge's), "transformers", or "auto"
             ("native" if bmforge supports the architecture, else "transformers").
     """
@@ -78,16 +80,17 @@ class CollectConfig:
     """Options of a crawl.
 
     Args:
-        hosts: other hosts that may be crawled besides those of the given addresses, as HOST or
-            HOST:PORT.
-        private_hosts: hosts that are allowed although their addresses are private or loopback.
+        hosts: hosts that may be crawled in addition to those of the URLs, as HOST or HOST:PORT.
+        private_hosts: hosts that may be crawled although their IP addresses are private or
+            loopback, as HOST or HOST:PORT.
         most_pages: maximum number of requests in a run.
-        most_bytes: maximum total size of the responses in a run.
-        most_page_bytes: maximum size of a response; larger ones are skipped.
-        delay_s: seconds between two requests to a host, unless its robots.txt requires more.
-        page_seconds: time limit of a response in seconds; slower ones are skipped.
-        again: also check pages that were collected before, and store those that have changed.
-        agent: User-Agent header; include a contact address.
+        most_bytes: maximum total size of the responses in a run, in bytes.
+        most_page_bytes: maximum size of a response in bytes; larger responses are skipped.
+        delay_s: minimum time in seconds between two requests to the same host; a longer crawl delay
+            in robots.txt takes precedence.
+        page_seconds: time limit in seconds for a response; slower responses are skipped.
+        again: request pages of earlier runs again, and store those that have changed.
+        agent: User-Agent header of the requests; it should include a contact address.
     """
 
     hosts: tuple[str, ...] = ()
@@ -106,19 +109,21 @@ class QualityConfig:
     """Options for training a quality classifier and a perplexity model.
 
     Args:
-        good: files or directories of texts of high quality, as examples for the classifier.
-        bad: files or directories of other texts, most of them of lower quality (if empty: no
-            classifier is trained).
-        labeled: files with a text and its label in each record, instead of good and bad.
+        good: files or directories with texts of high quality: positive examples for the classifier,
+            and training texts of the perplexity model.
+        bad: files or directories with other texts, mostly of lower quality, as negative examples
+            for the classifier (if empty: no classifier is trained).
+        labeled: files whose records contain a text and its label; replaces good and bad.
         label_field: field of a record that contains the label.
-        good_labels: labels of good texts; texts with any other label are negatives.
-        good_from: smallest label of a good text, if labels are numbers (if None: use
+        good_labels: labels of high-quality texts; texts with any other label are negative examples.
+        good_from: minimum label of a high-quality text, for numeric labels (if None: use
             good_labels).
-        held_out_fraction: fraction of the texts that is used only to evaluate the classifier.
-        out: directory for quality.npz and perplexity.npz.
-        most_texts: maximum number of texts per class; they are selected by a hash.
+        held_out_fraction: fraction of the texts, from 0 to 1, that is held out to evaluate the
+            classifier.
+        out: output directory for quality.npz and perplexity.npz.
+        most_texts: maximum number of texts per class; a hash of the text selects them.
         text_field: field of a record that contains the text.
-        seed: random seed for the selection of texts and the order of training.
+        seed: random seed of the selection of texts and of the training order.
     """
 
     good: tuple[str, ...] = ()
@@ -140,11 +145,11 @@ class QuickstartConfig:
 
     Args:
         input: text files or directories (if empty: the help texts that come with Python).
-        run_dir: directory for all outputs.
+        run_dir: output directory of the run.
         steps: number of optimizer steps.
-        fresh: start over, and remove the results of a previous quickstart in run_dir.
-        prompt: text that the samples continue (if empty: the beginning of a held-out document).
-        samples: number of samples to generate.
+        fresh: delete the results of an earlier quickstart in run_dir and start over.
+        prompt: beginning of the generated samples (if empty: the beginning of a held-out document).
+        samples: number of text samples to generate after training.
         prepare: options of the text preparation.
     """
 
@@ -166,16 +171,20 @@ class TalkConfig:
     EVA's defaults are those of its original project.
 
     Args:
-        system: system message.
+        system: text of the system message (if None: no system message).
         max_new_tokens: maximum length of an answer in tokens (if None: 128).
-        min_new_tokens: minimum length of an answer in tokens.
-        num_beams: number of beams; above 1 selects beam search instead of sampling.
+        min_new_tokens: minimum length of an answer in tokens (if None: no minimum).
+        num_beams: number of beams; a number above 1 selects beam search instead of sampling (if
+            None: 1).
         temperature: sampling temperature; 0 means greedy decoding (if None: 0.7).
-        top_p: nucleus sampling probability (if None: 0.9).
-        repetition_penalty: penalty above 1 for tokens that already occurred.
-        length_penalty: exponent of the length in beam search scores.
-        window: maximum number of tokens of the history that the model reads (EVA only).
-        no_repeat_ngram: size of n-grams that may occur only once in an answer (EVA only).
+        top_p: sample from the smallest set of most probable tokens whose probabilities sum to at
+            least this value (if None: 0.9).
+        repetition_penalty: factor above 1 that makes tokens that already occurred less probable (if
+            None: no penalty).
+        length_penalty: beam search divides the score of a sequence by its length to the power of
+            this value (if None: 1).
+        window: maximum number of tokens of the chat history in the prompt, for EVA only.
+        no_repeat_ngram: size of the n-grams that may occur only once in an answer, for EVA only.
         seed: random seed of sampling (if None: a different one each time).
     """
 
@@ -202,23 +211,24 @@ class EvaluateConfig:
     """Options of an evaluation.
 
     Args:
-        weights: directory of the weights if the model is a preset.
+        weights: directory of the weights, required if the model is the name of a preset.
         text: text files or directories for perplexity and bits per byte.
         prepared: output directories of `bmforge prepare` (the validation split is used) or
             token stores, for perplexity and bits per byte.
-        tasks: published tasks by name (BoolQ, SQuAD, ...), or .jsonl files of a custom task.
-        task_data: directory of the published tasks.
-        labels: labels of a custom task; for a classifier the order does not matter (if empty:
-            those with which the classifier was trained).
-        fields: names of the text fields of a custom task (if empty: those in its first line).
-        split: split of published tasks.
-        examples: maximum number of examples per task.
-        seq_len: maximum sequence length in tokens (if None: that of the training run, or else
-            the model's maximum up to 2048).
-        micro_batch_size: sequences per forward pass and process.
-        max_new_tokens: maximum length of generated answers.
+        tasks: names of published tasks, such as BoolQ and SQuAD, or .jsonl files of a custom task.
+        task_data: directory with the datasets of the published tasks.
+        labels: labels of a custom task; for a classifier their order does not matter (if empty: the
+            labels with which the classifier was trained).
+        fields: names of the text fields of a custom task (if empty: the text fields of the file's
+            first line).
+        split: dataset split of the published tasks to evaluate.
+        examples: maximum number of examples per task (if None: all).
+        seq_len: maximum sequence length in tokens (if None: the length of the training run, or else
+            the model's maximum, but at most 2048).
+        micro_batch_size: number of sequences per forward pass on each process.
+        max_new_tokens: maximum length of a generated answer in tokens.
         precision: dtype of the computation.
-        out: JSON file to write the results to; it must not exist yet.
+        out: JSON file for the results, which must not exist yet (if None: only print the results).
     """
 
     weights: str | None = None

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan import make_request
+from bmforge.cli.plan_options import PlanCommand
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.planner.estimate import Estimator, TrainingSetup
 from bmforge.parallel.planner.trace_cache import TraceStore, default_directory

@@ -40,35 +40,43 @@ class PolicyConfig:
     """Options of a policy loss. Fields that are None take the default of the method (`METHODS`).
 
     Args:
-        advantage: method that computes advantages; "gae": generalized advantage estimation for each
-            token, with a value model (options: ``value``).
-        ratio: probability ratio pi/old. "token": ratio of each token; "sequence": exp of the mean
-            log-ratio of the answer (GSPO); "sequence_token": the same value, with per-token
-            gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the answer.
-        clip: "ppo": clipped surrogate of PPO; "cispo": policy gradient with a clipped weight;
-            "none": plain policy gradient.
-        clip_low: the lower bound of the ratio is 1 - clip_low; only for "ppo".
-        clip_high: the upper bound of the ratio is 1 + clip_high, or clip_high if clip is "cispo".
-        clip_dual: upper bound of the ratio for negative advantages (dual-clip PPO, arXiv
-            1912.09729).
-        normalize: denominator of the loss. "sequence": mean over answers of each answer's token
-            mean; "token": mean over all tokens of the step; "fixed": sum over tokens divided by
-            answers x max_new_tokens; "sum": mean over answers of each answer's token sum.
-        beta: coefficient of the KL divergence to the reference; 0 uses no reference model.
+        advantage: estimator of the advantages. "group": normalized within the answers to a prompt;
+            "gae": generalized advantage estimation for each token, with a value model (if None: the
+            method's default).
+        ratio: probability ratio pi/old in the loss. "token": ratio of each token; "sequence": exp
+            of the mean log-ratio of the answer (GSPO); "sequence_token": the same value, with
+            per-token gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the
+            answer (if None: the method's default).
+        clip: form of the policy loss. "ppo": clipped surrogate of PPO; "cispo": policy gradient
+            with a clipped weight; "none": policy gradient without clipping (if None: the method's
+            default).
+        clip_low: the ratio is clipped below at 1 - clip_low; for clip "ppo" only (if None: the
+            method's default).
+        clip_high: the ratio is clipped above at 1 + clip_high, or at clip_high for clip "cispo" (if
+            None: the method's default).
+        clip_dual: upper bound, above 1, of the ratio for negative advantages (dual-clip PPO, arXiv
+            1912.09729); for clip "ppo" only (if None: the method's default).
+        normalize: averaging of the token losses. "sequence": mean over each answer, then over
+            answers; "token": mean over all tokens of the step; "fixed": sum over all tokens divided
+            by answers x max_new_tokens; "sum": sum over each answer, then mean over answers (if
+            None: the method's default).
+        beta: coefficient of the KL divergence to the reference model; 0 uses no reference model (if
+            None: the method's default).
         kl: estimator of the KL divergence: "k1" = log pi - log ref; "k2" = k1^2 / 2; "k3" = ref/pi
-            - 1 + k1.
-        kl_in: "reward": subtract the KL from the reward; "loss": add the KL to the loss.
-        kl_importance: weigh the KL in the loss by pi/old, so that its gradient is that of the
-            reverse KL, as TRL's use_bias_correction_kl does (if None: on).
-        correction: importance correction of answers that another policy sampled, by the weight
-            old/sampler of each token. "none": no correction; "truncate": weight of at most
-            correction_cap; "mask": leave out tokens with a weight above correction_cap or below
-            1 / correction_cap.
-        correction_cap: maximum weight of the correction (if None: 2).
-        entropy_bonus: coefficient of the entropy that is added to the objective (if None: 0).
-        gamma: discount factor of later rewards if advantage is "gae" (if None: 1).
+            - 1 + k1 (if None: the method's default).
+        kl_in: place of the KL divergence: "reward" subtracts it from the reward, "loss" adds it to
+            the loss (if None: the method's default).
+        kl_importance: multiply the KL divergence in the loss by pi/old, so that its gradient is
+            that of the reverse KL divergence; called use_bias_correction_kl in TRL (if None: on).
+        correction: importance correction if sampler and trained policy differ, by the weight
+            old/sampler of each token. "none": no correction; "truncate": weights are limited to
+            correction_cap; "mask": tokens with a weight above correction_cap or below 1 /
+            correction_cap are left out (if None: none).
+        correction_cap: maximum weight of the importance correction, at least 1 (if None: 2).
+        entropy_bonus: coefficient of the policy's entropy in the objective (if None: 0).
+        gamma: discount factor of later rewards, from 0 to 1, for advantage "gae" (if None: 1).
         lam: lambda of generalized advantage estimation, from 0 (one-step estimates) to 1 (full
-            returns) (if None: 0.95).
+            returns), for advantage "gae" (if None: 0.95).
     """
 
     advantage: AdvantageName | None = None

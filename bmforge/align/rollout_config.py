@@ -33,25 +33,26 @@ class RolloutConfig:
     """Options for generating and scoring answers.
 
     Args:
-        num_generations: answers per prompt.
+        num_generations: number of answers that are generated for each prompt.
         max_new_tokens: maximum length of an answer in tokens.
-        temperature: sampling temperature: divisor of the logits of all policies.
-            There are no options for top-k, top-p and penalties, because the trained policy would
-            then differ from the sampled one.
-        steps_per_generation: optimizer steps among which the answers of a rollout are divided.
-        num_iterations: epochs over the answers of a rollout.
-        mask_truncated_completions: exclude answers that reached max_new_tokens from the loss;
-            their rewards still count in the mean and the deviation of their group.
-        overlong_tokens: length of the range before max_new_tokens in which a penalty on the reward
-            increases linearly from 0 to 1 (DAPO; 0: no penalty).
-        max_num_seqs: maximum number of answers that are generated at once.
-        tools: functions that answers may call between turns: module:function or
-            file.py:function, with annotations and a docstring. Prompts must be conversations.
-        max_turns: maximum number of turns that the model writes with tools.
-        tool_timeout_s: time limit of a tool call in seconds.
-        exact_logprobs: use log-probabilities computed by the sampling kernels in the loss (the
-            gradients are torch's), so that the ratio of sampler and trained policy is exactly
-            1 at the first update. For CPUs; costs one more forward pass per update.
+        temperature: sampling temperature; the same divisor of the logits is used in the loss.
+            Top-k, top-p and penalties have no options, because the sampled policy would differ from
+            the trained policy.
+        steps_per_generation: number of optimizer steps for which one rollout generates answers.
+        num_iterations: number of training epochs over the answers of a rollout.
+        mask_truncated_completions: leave answers that reached max_new_tokens out of the loss; their
+            rewards still count in the mean and standard deviation of their group.
+        overlong_tokens: number of tokens before max_new_tokens over which a length penalty on the
+            reward rises linearly from 0 to 1 (DAPO); 0 disables the penalty.
+        max_num_seqs: maximum number of answers that are generated concurrently.
+        tools: functions that the model may call, as module:function or file.py:function, with type
+            annotations and a docstring; prompts must be conversations (if empty: no tools).
+        max_turns: maximum number of turns that the model writes in a conversation with tools, at
+            least 2.
+        tool_timeout_s: time limit in seconds for a tool call.
+        exact_logprobs: compute the log-probabilities in the loss with the kernels of the sampler,
+            so that the ratio of sampler and trained policy is exactly 1 at the first update. For
+            CPUs; costs one more forward pass per update.
         log_completions: number of prompts per rollout whose answers are written to
             ``completions.jsonl``.
     """

@@ -42,10 +42,11 @@ class ValueConfig:
     """Options of PPO's value model; with other methods they raise an error.
 
     Args:
-        init_from: initial value model: a reward model, or a language model, which gets a new head;
-            directory, hub id or short name (if None: the initial policy with a new head).
+        init_from: initial value model, as a directory, hub id or short name: a reward model, or a
+            language model, which gets a new head (if None: the initial policy with a new head).
         lr: peak learning rate of the value model.
-        cliprange: clip range of a value in the loss, around its value at the rollout.
+        cliprange: maximum change of a value, relative to its value at the rollout, that the clipped
+            loss of the value model rewards.
     """
 
     init_from: str | None = None

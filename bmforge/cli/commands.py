@@ -17,6 +17,7 @@ from bmforge.cli import (
     data_options,
     options,
     parse,
+    plan_options,
     prompt_options,
     serve_options,
     tree_options,
@@ -116,7 +117,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(
         "predict memory, time and cost of training a model on GPUs",
         "plan:run_plan_command",
-        options.PlanCommand,
+        plan_options.PlanCommand,
     ),
     "info": Command(
         "show parameters, FLOPs and KV cache size of a preset or a model",

@@ -16,14 +16,17 @@ class CompressCommand:
     """Compress a model with a recipe: distillation, pruning, mixture of experts, quantization.
 
     Args:
-        model: directory or hub id of the model; an adapter is merged into its base model first.
-        recipe: TOML file with the methods (docs/guides/compression.md), or a BMCook config in JSON.
-        out: directory of the compressed model; repeating the command resumes it.
-        format: file format of the compressed model: bmforge's, or compressed-tensors, which vLLM
-            and transformers can load (if None: the format in the recipe).
-        answers: instead of compressing, store this many of the teacher's most probable tokens per
-            position in `out`, for `[distill] answers`.
-        dry_run: only show the phases and the model size after each.
+        model: directory or hub id of the model, or an adapter directory, whose adapter is first
+            merged into its base model.
+        recipe: TOML file that lists the compression methods (see docs/guides/compression.md), or a
+            BMCook config in JSON.
+        out: output directory of the compressed model; repeating an interrupted command resumes it.
+        format: file format of the compressed model: bmforge, or compressed-tensors, which vLLM and
+            transformers can load (if None: the format in the recipe).
+        answers: instead of compressing, store this number of the teacher's most probable tokens per
+            position in `out`; a recipe reads them with `[distill] answers` (if None: compress the
+            model).
+        dry_run: list the compression phases with the model size after each, and exit.
     """
 
     model: Annotated[str, tyro.conf.Positional]

@@ -50,11 +50,11 @@ class PrepareCommand:
     """Prepare text for training.
 
     Args:
-        input: files (text, jsonl, tables, pages, PDF, web archives, books, also compressed or
-            in archives) or directories (if empty: Python's help texts, as an example).
+        input: files or directories: text, .jsonl, tables, web pages, PDF, e-books and web archives,
+            also compressed or in archives (if empty: the help texts that come with Python).
         out: output directory for token stores and the tokenizer.
-        overwrite: replace the output of a previous `prepare`.
-        dry_run: only list the stages that would run.
+        overwrite: replace the output of an earlier `prepare` in `out`.
+        dry_run: list the stages that would run, and exit.
         config: options for preparing the corpus.
     """
 
@@ -72,8 +72,8 @@ class DataCollectCommand:
     """Download pages into a web archive, respecting robots.txt, or resume a download.
 
     Args:
-        urls: URLs of pages, and of sitemaps and feeds that list pages.
-        out: directory for the archive.
+        urls: URLs of pages to download, or of sitemaps and feeds that list pages.
+        out: output directory for the web archive.
         config: options of the crawl.
     """
 
@@ -87,12 +87,13 @@ class DataExplainCommand:
     """Show the value and the limits of each filter rule for some documents.
 
     Args:
-        file: a file or directory of any kind that `prepare` reads.
-        rules: filter rules to apply.
-        place: location of a single document to explain: a line number or archive member, as in
-            dropped.jsonl.
-        documents: number of documents to explain, beginning with the first.
-        text_field: name of the field that contains the text.
+        file: input file or directory in any format that `prepare` reads.
+        rules: published filter rules to apply: "english", "chinese", or "mixed" (the rules for the
+            language of each document).
+        place: location of the only document to explain, as in dropped.jsonl: a line number or the
+            name of an archive member (if None: the first documents).
+        documents: number of documents to explain, starting with the first.
+        text_field: field of a .jsonl line that contains the text.
     """
 
     file: Annotated[str, tyro.conf.Positional]
@@ -108,9 +109,10 @@ class DataShowCommand:
 
     Args:
         directory: output directory of `prepare`.
-        dropped: show documents that this rule or rule set dropped; "all" selects every rule.
-        kept: show documents that were kept.
-        documents: number of documents per rule.
+        dropped: show documents that this rule or rule set dropped; "all" selects every rule (if
+            None: the counts of each stage).
+        kept: show documents that were kept instead of the counts of each stage.
+        documents: maximum number of documents to show per rule.
     """
 
     directory: Annotated[Path, tyro.conf.Positional]

@@ -29,7 +29,6 @@ __all__ = [
     "InfoCommand",
     "MergeCommand",
     "MigrateCommand",
-    "PlanCommand",
     "ReportCommand",
 ]
 
@@ -49,35 +48,39 @@ class GenerateCommand:
         model: directory or hub id of the model, with its tokenizer.
         prompt: text to continue (if None: standard input).
         chat: render the prompt with the model's chat template, and print only the answer.
-        image: image files that the prompt asks about; the prompt is then rendered with the chat
-            template of a vision-language model, after the images.
-        audio: audio file that a speech model such as Whisper transcribes, instead of a prompt.
-        language: language of the audio, such as en (if None: detected).
+        image: image files for a vision-language model; the chat template puts them before the
+            prompt.
+        audio: audio file for a speech model such as Whisper to transcribe; replaces the prompt.
+        language: language of the audio, such as en (if None: detected from the audio).
         transcript_format: format of a transcript: text, or subtitles with times as srt or vtt (if
             None: text).
-        document: file of documents for CPM-Bee, one {"input": "...", "<ans>": ""} per line;
-            they are printed with their answers.
-        max_new_tokens: maximum number of new tokens; with documents, per answer (if None: 100, or
-            the model's maximum for audio). --max-tokens is the same option.
-        min_new_tokens: minimum number of new tokens before an EOS token.
-        num_beams: number of beams; 1 means no beam search (if None: 1, or 3 for CPM-Ant and
+        document: file for CPM-Bee with one document per line, {"input": "...", "<ans>": ""}; the
+            documents are printed with their answers.
+        max_new_tokens: maximum number of new tokens, per document with `document`; --max-tokens is
+            an alias (if None: 100, or the model's maximum for audio).
+        min_new_tokens: minimum number of new tokens (if None: no minimum).
+        num_beams: number of beams; 1 disables beam search (if None: 1, or 3 for CPM-Ant and
             CPM-Bee).
-        length_penalty: exponent of the length by which beam scores are divided (if None: 1).
-        num_return_sequences: number of continuations; needs sampling, or at least as many beams
-            (if None: 1).
-        do_sample: sample instead of greedy decoding (if None: off, or on for CPM-1).
+        length_penalty: beam search divides the score of a sequence by its length to the power of
+            this value (if None: 1).
+        num_return_sequences: number of continuations to print; above 1 it requires sampling, or at
+            least as many beams (if None: 1).
+        do_sample: sample the tokens instead of greedy decoding (if None: off, or on for CPM-1).
         temperature: sampling temperature; 0 means greedy decoding (if None: 1, or 0.9 for
             CPM-1 and CPM-Ant).
-        top_k: sample from the k most probable tokens.
-        top_p: sample from the most probable tokens whose probabilities sum to this value
-            (if None: 1, or 0.9 for CPM-Ant).
-        min_p: sample from tokens with at least this fraction of the highest probability.
-        repetition_penalty: values above 1 make tokens that already occurred less probable
-            (if None: 1).
-        presence_penalty: value subtracted from the score of every token that was already generated.
-        frequency_penalty: value subtracted from a token's score each time it was generated.
+        top_k: sample from only the k most probable tokens (if None: from all tokens).
+        top_p: sample from the smallest set of most probable tokens whose probabilities sum to at
+            least this value (if None: 1, or 0.9 for CPM-Ant).
+        min_p: sample only from tokens with at least this fraction of the highest token probability
+            (if None: no minimum).
+        repetition_penalty: factor above 1 that makes tokens that already occurred less probable (if
+            None: 1).
+        presence_penalty: value subtracted from the logit of every token that was already generated
+            (if None: 0).
+        frequency_penalty: value subtracted from a token's logit for each time that the token was
+            generated (if None: 0).
         no_repeat_ngram_size: size of n-grams that may occur only once (if None: no limit).
-        stop_strings: strings that end the continuation; they are not part of it.
+        stop_strings: strings at which generation ends; they are not printed.
         seed: random seed of sampling.
         adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
             output by 0.5.
@@ -169,18 +172,21 @@ class ConvertCommand:
     """Convert a checkpoint to Hugging Face's format, or to a GGUF file.
 
     Args:
-        source: directory, hub id or short name: a Hugging Face model, or ModelCenter's
-            pytorch_model.pt with its config.json, or Megatron's shards (CPM-1, CPM-2, EVA); or a
-            GGUF file.
-        target: output directory, or a file that ends in .gguf; may also be given as --out.
-        type: tensor type of the matrices in a GGUF file (if None: q8_0).
-        dtype: dtype of the written weights (if None: as in the file).
+        source: directory, hub id or short name of a Hugging Face model; a GGUF file; a directory
+            with ModelCenter's pytorch_model.pt and config.json; or a directory of Megatron shards
+            (CPM-1, CPM-2, EVA).
+        target: output directory, or output file if the name ends in .gguf; --out is an alias.
+        type: tensor type of the weight matrices in a GGUF file (if None: q8_0).
+        dtype: dtype of the written weights (if None: the dtype in the source).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
-        family: family of a ModelCenter checkpoint, if its tensors are ambiguous.
-        allow_unknown: names of unknown config fields to ignore.
-        preset: preset that gives the sizes of the model in Megatron's shards, if their shapes are
-            ambiguous.
-        megatron_degree: write this many Megatron shards instead of Hugging Face's format.
+        family: family of a ModelCenter checkpoint, such as Llama (if None: detected from the names
+            of the tensors).
+        allow_unknown: names of fields in the model's config.json to ignore although bmforge does
+            not know them.
+        preset: preset with the model sizes of Megatron shards (if None: detected from the tensor
+            shapes).
+        megatron_degree: number of Megatron shards to write instead of Hugging Face's format (if
+            None: Hugging Face's format).
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -200,18 +206,21 @@ class QuantizeCommand:
 
     Args:
         source: directory or hub id of a Hugging Face model, or a GGUF file.
-        target: output directory; may also be given as --out.
-        scheme: "int8" and "int4" have one scale per 32 columns, "int4-128" has one per 128 columns,
-            and "int8-dynamic" has one per row; "keep" uses the integers of a GGUF, GPTQ or AWQ
-            file.
-        float_activations: keep activations in floating point instead of rounding them to int8.
-        outlier_ratio: fraction of the input columns, those with the largest error, that stays in
-            16 bits; not supported for models with experts.
-        dtype: dtype of the unquantized weights (if None: as in the file).
+        target: output directory; --out is an alias.
+        scheme: integer format of the weights: "int8" and "int4" have one scale per 32 columns,
+            "int4-128" has one per 128 columns, and "int8-dynamic" has one per row; "keep" keeps the
+            integers of a GGUF, GPTQ or AWQ model.
+        float_activations: keep the activations in floating point instead of quantizing them to
+            int8.
+        outlier_ratio: fraction of the input columns, from 0 to 1, that stays in 16 bits; the
+            columns with the largest quantization error are selected. Not supported for models with
+            experts.
+        dtype: dtype of the unquantized weights (if None: the dtype in the source).
         max_file_gb: maximum size of a weight file in GB (1e9 bytes).
-        allow_unknown: names of unknown config fields to ignore.
-        report: text files or directories on which the original and the quantized model are
-            evaluated afterwards.
+        allow_unknown: names of fields in the model's config.json to ignore although bmforge does
+            not know them.
+        report: text files or directories on which the original and the quantized model are compared
+            afterwards (if empty: no comparison).
     """
 
     source: Annotated[str, tyro.conf.Positional]
@@ -231,7 +240,7 @@ class MergeCommand:
 
     Args:
         adapter: adapter directory, or the directory of a run that trained an adapter.
-        out: output directory.
+        out: output directory of the merged model.
         base: directory, hub id or short name of the base model (if None: the model named in the
             adapter's config). If the adapter was trained on a quantized model, pass the 16-bit
             model.
@@ -255,7 +264,7 @@ class CompletionCommand:
     ~/.zshrc, after compinit. Fish: add `bmforge completion fish | source` to config.fish.
 
     Args:
-        shell: name of the shell.
+        shell: shell to print the script for.
     """
 
     shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
@@ -277,9 +286,10 @@ class MigrateCommand:
     """Convert a launch script of CPM-Pretrain, or a config of OpenPrompt, to a bmforge config.
 
     Args:
-        script: launch script, such as run_gpt2.sh, or a command line in quotes (neither is
-            executed); or a .yaml file of OpenPrompt.
-        out: TOML file to write (if None: the script's name with .toml, in the current directory).
+        script: launch script, such as run_gpt2.sh, a command line in quotes, or a .yaml config of
+            OpenPrompt; scripts and command lines are not executed.
+        out: TOML file to write (if None: the script's name with the ending .toml, in the current
+            directory).
     """
 
     script: Annotated[str, tyro.conf.Positional]
@@ -291,7 +301,7 @@ class ReportCommand:
     """Write the HTML report of a run.
 
     Args:
-        run: directory of the run.
+        run: run directory.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -302,10 +312,10 @@ class InfoCommand:
     """Show the size, compute and config of a model, or the model card of an adapter.
 
     Args:
-        name: name of a preset, or a model directory; without it, all presets are listed.
-        seq_len: sequence length in tokens, for the FLOPs of attention (if None: the model's
-            maximum).
-        json: print the config and the measurements, or an adapter's config, as JSON.
+        name: name of a preset, or a model or adapter directory; without it, all presets are listed.
+        seq_len: sequence length in tokens for which the FLOPs of attention are computed (if None:
+            the model's maximum).
+        json: print the result as JSON.
         backend: implementation of the architecture: "native" (bmforge's), "transformers", or "auto"
             ("native" if bmforge supports the architecture, else "transformers").
     """
@@ -314,86 +324,3 @@ class InfoCommand:
     seq_len: int | None = None
     json: bool = False
     backend: Literal["auto", "native", "transformers"] = "auto"
-
-
-@dataclass(kw_only=True)
-class PlanCommand:
-    """Estimate which parallel layouts of a model fit on given GPUs, and their speed.
-
-    Args:
-        model: name of a preset, or a model directory.
-        task: task whose training step is planned. With preferences and reward, a sequence is a
-            pair of answers; rl and distill also generate rollouts.
-        reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the
-            base model without the adapter), copy or precomputed (if None: the task's default).
-        reference_dtype: dtype of the reference copy of preferences: int8 or int4 (if None: fp32).
-        reference_offload: keep the reference copy of preferences in host memory during steps.
-        value_model: include the value model of --task rl with --method ppo.
-        teacher: teacher model of --task distill: a preset, or a model directory.
-        distill_top_k: value of distill_top_k for --task distill (0: the whole vocabulary).
-        max_num_seqs: number of answers that rl and distill generate at once (if None: 64).
-        set: fields of the model's config to change, each as field=value.
-        changes: structural changes to the model, such as adapters or pruning, as JSON text or a
-            JSON file, as in `train`.
-        freeze_base: train only the modules that `changes` adds; freeze the other weights.
-        adapter: kind of adapter to train on all linear layers, such as lora.
-        adapter_rank: rank of the adapter (if None: 8).
-        base_dtype: dtype of the frozen base model of the adapter: int8 or int4 for QLoRA (if None:
-            that of the computation).
-        gpus: number of GPUs.
-        gpu: GPU model; a model that is not in the table of GPUs needs gpu_memory and gpu_tflops.
-        gpu_memory: memory of a GPU in GiB, instead of the value in the table.
-        gpu_tflops: dense half-precision peak of a GPU in TFLOP/s, instead of the value in the
-            table.
-        gpus_per_node: GPUs per node.
-        interconnect: network between nodes: a name such as ib-200, or Gb/s per GPU.
-        host_memory: host memory of a node in GiB, for offloading.
-        batch: sequences per optimizer step over all GPUs (if None: the smallest number of at
-            least 8 that divides evenly among the GPUs).
-        seq: tokens per sequence (if None: the model's maximum, but at most 4,096).
-        precision: precision of the computation (if None: bf16 if the GPU supports it, else fp16).
-        offload: also consider offloading the optimizer states.
-        compile: assume that the blocks are compiled with torch.compile.
-        tokens: training tokens of the whole run, to estimate hours and cost.
-        price: price of one GPU hour.
-        currency: currency of the price.
-        rows: number of rows in the printed table.
-        plot: SVG file to write, with a chart of the memory of the layouts in the table.
-        json: print all estimates as JSON, in bytes and seconds.
-    """
-
-    model: Annotated[str, tyro.conf.Positional]
-    task: Literal["pretrain", "conversations", "preferences", "reward", "rl", "distill"] = (
-        "pretrain"
-    )
-    reference: Literal["adapter", "copy", "precomputed"] | None = None
-    reference_dtype: Literal["int8", "int4"] | None = None
-    reference_offload: bool = False
-    value_model: bool = False
-    teacher: str | None = None
-    distill_top_k: int = 0
-    max_num_seqs: int | None = None
-    set: tuple[str, ...] = ()
-    changes: str | None = None
-    freeze_base: bool = False
-    adapter: str | None = None
-    adapter_rank: int | None = None
-    base_dtype: Literal["int8", "int4"] | None = None
-    gpus: int = 1
-    gpu: str = "a100-80gb"
-    gpu_memory: float | None = None
-    gpu_tflops: float | None = None
-    gpus_per_node: int = 8
-    interconnect: str = "ib-200"
-    host_memory: float = 1024.0
-    batch: int | None = None
-    seq: int | None = None
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    offload: bool = True
-    compile: bool = False
-    tokens: float | None = None
-    price: float | None = None
-    currency: str = "USD"
-    rows: int = 12
-    plot: Path | None = None
-    json: bool = False

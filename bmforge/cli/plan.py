@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bmforge.cli.options import PlanCommand
 from bmforge.cli.plan_json import plan_to_dict
+from bmforge.cli.plan_options import PlanCommand
 from bmforge.cli.plan_plot import draw_memory
 from bmforge.cli.plan_tasks import (
     DATA_VARIABLES,

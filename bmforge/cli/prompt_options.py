@@ -17,20 +17,26 @@ class PromptCommand:
 
     Args:
         template: text of the template (if empty: the template of the task).
-        model: preset, family or model directory for which the prompt is rendered.
-        data_task: name of a published task, such as ag_news.
-        data_paths: directory of the published task, or .jsonl files with your own data.
-        data_labels: label names of your own data, in the order of the classes.
-        split: split of the published task.
+        model: preset, family or model directory; determines the tokenizer and the form of the
+            prompt.
+        data_task: name of a published task, such as ag_news (if None: custom data from data.paths).
+        data_paths: directory of the published task, or .jsonl files with custom data.
+        data_labels: labels of the custom data, in the order of the classes.
+        split: dataset split of the published task.
         tokenizer: directory of the tokenizer (if None: that of the model).
-        verbalizer: file with the label words of each class (if None: those of the task).
-        choice: index of the template among those of the task, and of the verbalizer in its file.
-        join: score of a label word with several tokens: "first", "max", "mean" or "joint".
+        verbalizer: file with the label words of each class (if None: the verbalizers of the task).
+        choice: index of the template among the task's templates, and of the verbalizer in its file;
+            0 is the first.
+        join: score of a label word with several tokens: "first" (logit of the first token), "max"
+            or "mean" (over the logits of all tokens at one mask), or "joint" (log-probability of
+            the whole word).
         behind: handling of template text after the mask, which a causal model does not read:
-            "refuse", "leave out" or "score".
-        soft_front: number of trainable soft tokens before the prompt.
+            "refuse" (error), "leave out" (drop the text) or "score" (score the text after each
+            label word).
+        soft_front: number of trainable soft tokens at the beginning of the prompt.
         seq_len: maximum prompt length in tokens.
-        cut: truncation of long examples: "tail", "head" or "balanced".
+        cut: truncation of long examples: "tail" removes tokens from the end, "head" from the
+            beginning, and "balanced" from the end of every field in proportion to its length.
         examples: number of examples to show.
     """
 

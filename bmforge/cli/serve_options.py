@@ -42,21 +42,23 @@ class ServeCommand:
     """Serve a model with an OpenAI-compatible API and a chat page.
 
     Args:
-        model: directory, hub id or short name of a model, with its tokenizer.
+        model: directory, hub id or short name of a model that includes its tokenizer.
         config: address and limits of the server.
-        adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's
-            output by 0.5. With NAME=DIR, requests select the adapter with NAME as their model;
-            all other requests use the base model.
-        allow_other_base: accept adapters that were trained on other base weights.
-        context: maximum number of tokens of prompt and answer together; --max-model-len is the same
-            option (if None: the model's maximum sequence length, or the longest that fits into
-            memory).
-        max_num_seqs: maximum number of concurrent sequences; further requests wait.
-        speculate: use speculative decoding with tokens proposed by n-gram lookup.
-        draft: small model with the same vocabulary that proposes tokens for speculative decoding.
-        embedding_model: second model, for embeddings; both models share the memory budget.
-        unload_after_s: seconds without a request after which the model is unloaded; the next
-            request loads it again.
+        adapter: adapter directories to attach to the model; DIR=0.5 scales the adapter's output by
+            0.5. With NAME=DIR, the adapter is used only by requests whose `model` is NAME; all
+            other requests use the base model.
+        allow_other_base: accept adapters that were trained on a base model with other weights.
+        context: maximum number of tokens of prompt and answer together; --max-model-len is an alias
+            (if None: the model's maximum sequence length, or the longest that fits into memory).
+        max_num_seqs: maximum number of sequences that are generated concurrently; further requests
+            wait.
+        speculate: enable speculative decoding with tokens proposed by n-gram lookup.
+        draft: draft model for speculative decoding, with the same vocabulary as the model (if None:
+            no draft model).
+        embedding_model: second model, which serves embeddings and shares the memory budget (if
+            None: no embeddings).
+        unload_after_s: time in seconds without requests after which the model is unloaded; the next
+            request loads it again (if None: never).
         memory: memory limits of the model.
     """
 

@@ -19,10 +19,10 @@ class TreeCommand:
 
     Args:
         model: name of a preset, or a model directory.
-        adapter: adapter directories to attach, in this order.
-        html: HTML page to write instead; clicking a row shows the code that attaches an adapter to
-            these modules.
-        keep_empty: also show modules without parameters.
+        adapter: adapter directories to attach to the model, in the given order.
+        html: HTML page to write instead of printing the tree; in the page, a click on a row shows
+            the code that attaches an adapter to these modules (if None: print the tree).
+        keep_empty: also show modules that have no parameters.
     """
 
     model: Annotated[str, tyro.conf.Positional]

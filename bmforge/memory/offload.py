@@ -29,18 +29,21 @@ class OffloadConfig:
     """Offload of optimizer states, weights, activations and gradients.
 
     Args:
-        fraction: minimum fraction of the parameters whose optimizer state is offloaded, together
-            with the fp32 master weights of a bf16 model; the last layers come first. "auto"
-            offloads just enough to fit on the device, measured in the first step.
-        target: storage of the states: "host" (host memory) or "disk" (a file).
-        states: storage format of Adam's moments; updates are computed in fp32.
-        directory: directory of the file with the states (if None: the system's temporary
-            directory).
-        weights: also offload the blocks' weights and stream them; requires a single process and
-            fraction 1.
-        activations: also offload the tensors saved for backward, except those of the last block.
-        gradients: when gradients are copied to the host: "leave": as soon as they are computed;
-            "stay": in the optimizer step; "auto": "leave", but "stay" on a CPU.
+        fraction: minimum fraction of the parameters, from 0 to 1, whose optimizer states are
+            offloaded, with the fp32 master weights of a bf16 model. The last layers are offloaded
+            first. "auto" measures the memory in the first step and offloads just enough to fit on
+            the device.
+        target: storage of the offloaded states: "host" (host memory) or "disk" (a file).
+        states: storage format of Adam's offloaded moments; updates are always computed in fp32.
+        directory: directory of the file with the offloaded states, for target "disk" (if None: the
+            system's temporary directory).
+        weights: also offload the weights of the blocks and stream them to the device; requires a
+            single process and fraction 1.
+        activations: also offload the activations that are saved for the backward pass, except those
+            of the last block.
+        gradients: time at which gradients are copied to the host: "leave" (as soon as they are
+            computed), "stay" (in the optimizer step) or "auto" ("leave" on an accelerator, "stay"
+            on a CPU).
     """
 
     fraction: float | Literal["auto"] = 0.0

@@ -58,23 +58,28 @@ class Layout:
     cp.
 
     Args:
-        zero: ZeRO stage: 0 replicates parameters, gradients and optimizer state; 2 shards them
-            and keeps the parameters gathered between the forward and the backward pass; 3
-            gathers them again in the backward pass.
-        tp: tensor-parallel size.
-        pp: pipeline-parallel size; 0 means 1, as in CPM-Pretrain.
-        cp: context-parallel size.
-        ep: expert-parallel size; must divide dp_shard x cp.
-        dp_replicate: number of replicas of the sharded model (HSDP).
-        cp_method: context-parallel attention: "gather" all-gathers keys and values, "ring"
-            passes them from rank to rank, "ulysses" exchanges tokens for heads (all-to-all).
-        sequence_parallel: shard the tokens over `tp` between the tensor-parallel layers; saves
-            memory at the same communication volume.
-        pp_schedule: gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv or dualpipev.
-        pp_stages_per_rank: pipeline stages per rank (if None: the fewest that the schedule
-            supports).
-        pp_cut: number of blocks of each stage (if empty: balanced by `pp_balance`).
-        pp_balance: quantity to balance over stages: the "flops" of a token, or "parameters".
+        zero: ZeRO stage. 0 replicates parameters, gradients and optimizer states; 2 shards them,
+            and gathers the parameters once for the forward and the backward pass; 3 gathers them
+            for each pass, which needs less memory.
+        tp: number of ranks for tensor parallelism; 1 disables it.
+        pp: number of ranks for pipeline parallelism; 1 disables it, and so does 0, as in
+            CPM-Pretrain.
+        cp: number of ranks for context parallelism; 1 disables it.
+        ep: number of ranks for expert parallelism, a divisor of dp_shard x cp; 1 disables it.
+        dp_replicate: number of replicas of the sharded model (HSDP); 1 shards over all
+            data-parallel ranks.
+        cp_method: communication of context-parallel attention: "gather" all-gathers keys and
+            values, "ring" passes them from rank to rank, and "ulysses" exchanges tokens for heads
+            (all-to-all).
+        sequence_parallel: shard the activations between tensor-parallel layers along the sequence
+            over the `tp` ranks; this saves memory at the same communication volume.
+        pp_schedule: pipeline schedule: gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble, zbv
+            or dualpipev.
+        pp_stages_per_rank: number of pipeline stages per rank (if None: the minimum of the
+            schedule).
+        pp_cut: number of blocks in each pipeline stage (if empty: balanced by `pp_balance`).
+        pp_balance: quantity that is balanced over the pipeline stages: "flops" (FLOPs per token) or
+            "parameters".
     """
 
     zero: Literal[0, 2, 3] = 3

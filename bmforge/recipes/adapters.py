@@ -77,29 +77,34 @@ class AdapterConfig:
     """Adapter to train instead of the whole model; None means the default of the adapter type.
 
     Args:
-        kind: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3, prefix or
-            soft-prompt (if None: no adapter; the model itself is trained).
+        kind: kind of adapter: lora, adapter, low-rank, compacter, parallel-adapter, bitfit, ia3,
+            prefix or soft-prompt (if None: no adapter; the model itself is trained).
         target_modules: layers that get an adapter: all-linear, generic names (attn.q), suffixes or
             globs (if empty: all-linear for lora, else the default of the adapter type).
-        exclude_modules: layers that get no adapter: name prefixes, or targets as above.
-        modules_to_save: modules that are trained in full and saved with the adapter; a new head is
-            included automatically.
-        rank: rank of the low-rank matrices.
-        alpha: numerator of LoRA's scale, alpha / rank.
-        dropout: dropout probability of the input of LoRA.
-        use_rslora: scale LoRA by alpha / sqrt(rank).
-        use_dora: train the magnitudes of weight rows as well (DoRA).
-        width: bottleneck width of adapters.
-        reduction: model width divided by the bottleneck width of adapters.
-        division: number of Kronecker products of a Compacter.
-        activation: activation function of adapters.
-        scale: factor on the adapter's output.
-        length: number of virtual tokens of a prefix or soft prompt.
-        inner: hidden size of the MLP that computes a prefix.
-        std: standard deviation of the initial prefix or prompt.
-        lr_ratio: learning rate of LoRA's B divided by that of A (LoRA+).
-        merge: export the model with the adapter merged into its weights, instead of only the
-            adapter.
+        exclude_modules: layers that get no adapter, as name prefixes or in the form of
+            `target_modules`.
+        modules_to_save: modules that are trained in full and saved with the adapter; a newly
+            initialized head is added automatically.
+        rank: rank of the low-rank matrices (if None: 8 for lora, 1 for low-rank and compacter).
+        alpha: numerator of LoRA's scale, alpha / rank (if None: 16).
+        dropout: dropout probability of LoRA's input (if None: 0).
+        use_rslora: scale LoRA by alpha / sqrt(rank) instead of alpha / rank.
+        use_dora: also train the magnitudes of the weight rows (DoRA); for lora only.
+        width: bottleneck width of adapter and parallel-adapter (if None: 24).
+        reduction: ratio of the model width to the bottleneck width (if None: 32 for low-rank, 16
+            for compacter; adapter and parallel-adapter use `width`).
+        division: number of Kronecker products in a weight matrix of compacter (if None: 4).
+        activation: activation function in the bottleneck, such as gelu or relu (if None: gelu_new).
+        scale: factor on the output of a bottleneck adapter (if None: 1).
+        length: number of virtual tokens (if None: 6 for prefix, 100 for soft-prompt).
+        inner: hidden size of the MLP that computes a prefix; 0 trains the prefix directly (if None:
+            0).
+        std: standard deviation of the initial values (if None: 0.02 for prefix, 0.5 for
+            soft-prompt).
+        lr_ratio: ratio of the learning rate of LoRA's matrix B to that of A, as in LoRA+ (if None:
+            1).
+        merge: export the model with the adapter merged into its weights instead of the adapter
+            alone.
     """
 
     kind: str | None = None

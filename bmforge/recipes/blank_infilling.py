@@ -40,8 +40,9 @@ class BlankConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text, its special tokens, and the appended spans.
-        long_ratio: fraction of the texts with one long span at the end.
-        noise_density: fraction of the tokens in short spans.
+        long_ratio: fraction of the texts in which one long span at the end is predicted; in the
+            other texts, short spans are predicted.
+        noise_density: fraction of the tokens that are in short spans.
         mean_span_length: mean length of a short span in tokens.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """

@@ -43,8 +43,8 @@ class AntConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             prompt, the text, and its BOS and EOS tokens.
-        mlm_ratio: fraction of texts with masked tokens at random positions; in the other texts, the
-            last tokens are masked.
+        mlm_ratio: fraction of the texts in which tokens at random positions are masked; in the
+            other texts, the last tokens are masked.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

@@ -48,14 +48,15 @@ class SearchConfig:
     """Search space of an adapter search.
 
     Args:
-        kinds: kinds of adapters, as in `adapter.kind`.
-        places: target modules to try; commas separate the targets of one candidate
-            ("attn.q,attn.v"), and "usual" means the default targets of each kind.
-        sizes: ranks, widths or lengths to try, for kinds that have such an option.
-        max_trained: maximum number of trained parameters of a candidate, not counting new heads; 0
-            for no limit.
-        keep_ratio: each round keeps 1 / keep_ratio of the candidates and trains them keep_ratio
-            times as many steps.
+        kinds: kinds of adapters to try, with the names of `adapter.kind`.
+        places: target modules to try. An entry can combine several with commas ("attn.q,attn.v");
+            "usual" means the default targets of each kind.
+        sizes: ranks, bottleneck widths or lengths to try, for kinds of adapters with such an
+            option.
+        max_trained: maximum number of trained parameters of a candidate, without new heads; 0 means
+            no limit.
+        keep_ratio: factor, at least 2, of successive halving: each round keeps 1 / keep_ratio of
+            the candidates and trains them for keep_ratio times as many steps.
     """
 
     kinds: tuple[str, ...] = ("lora", "adapter", "compacter", "bitfit", "ia3")

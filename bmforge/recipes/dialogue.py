@@ -34,7 +34,8 @@ class DialogueConfig(RunConfig):
     Args:
         data: `paths` are text files with one dialogue per line and tabs between utterances;
             `seq_len` is the maximum length of the history in tokens.
-        target_len: maximum answer length in tokens; dialogues with a longer answer are skipped.
+        target_len: maximum length of an answer in tokens; dialogues with a longer answer are
+            skipped.
     """
 
     data: ExampleConfig = field(default_factory=lambda: ExampleConfig(seq_len=128))

@@ -46,14 +46,16 @@ class OnPolicyDistillationConfig(RunConfig):
 
     Args:
         data: files of prompts, their encoding, and batch sizes.
-        teacher: directory, hub id or short name of the teacher, with the student's tokenizer.
-        jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence: 0 is the
-            forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric.
-        distill_temperature: divisor of both models' logits in the loss.
-        distill_top_k: number of the teacher's most likely tokens that the loss compares at each
-            position, with all other tokens as one more outcome (TRL's loss_top_k with
-            loss_add_tail); 0 compares the whole vocabulary. Needed for tensor, pipeline and context
-            parallelism, with which the teacher is sharded like the student.
+        teacher: teacher model, as a directory, hub id or short name; it must have the student's
+            tokenizer.
+        jsd_beta: interpolation coefficient of the generalized Jensen-Shannon divergence, from 0 to
+            1: 0 is the forward KL divergence, 1 the reverse KL divergence, and 0.5 is symmetric.
+        distill_temperature: temperature by which the logits of teacher and student are divided in
+            the loss.
+        distill_top_k: number of the teacher's most probable tokens that the loss compares at each
+            position; all other tokens count as one outcome, as with TRL's loss_top_k and
+            loss_add_tail. 0 compares the whole vocabulary. Tensor, pipeline and context parallelism
+            require a value above 0; they also shard the teacher.
         rollout: options for generating answers.
         template: chat template for prompts that are conversations, as in `train conversations`.
     """

@@ -46,19 +46,22 @@ class DocumentConfig:
     """Data options of a run on documents.
 
     Args:
-        paths: .jsonl files with one document per line, each file a separate task, or .json files
-            that describe a mixture.
-        validation: held-out documents in the same formats; each task is also evaluated separately.
-        tokenizer: directory with CPM-Bee's vocab.txt (if None: that of `init_from`).
-        seq_len: sequence length in tokens; documents are packed into sequences, and longer
-            documents are skipped.
-        global_batch_size: sequences per optimizer step over all processes.
-        micro_batch_size: sequences per forward pass on one process.
-        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp (if None: derived from global_batch_size).
-        validation_batches: maximum number of evaluation batches of a task (if None: all).
-        skip_bad: skip documents that cannot be encoded instead of stopping.
-        seed: random seed of the order of documents and answers, the transforms and the examples.
+        paths: .jsonl files with one document per line, where each file is a separate task, or .json
+            files that describe a mixture of tasks.
+        validation: held-out files in the same formats as `paths`; each task is evaluated
+            separately.
+        tokenizer: directory with CPM-Bee's vocab.txt (if None: the tokenizer of `init_from`).
+        seq_len: sequence length in tokens; documents are packed into sequences, and documents that
+            do not fit into one are skipped.
+        global_batch_size: number of sequences per optimizer step, over all processes.
+        micro_batch_size: number of sequences per forward pass of one process.
+        grad_accum_steps: number of gradient accumulation steps; sets global_batch_size to
+            micro_batch_size x grad_accum_steps x processes / (tp x pp x cp) (if None: derived from
+            global_batch_size).
+        validation_batches: maximum number of evaluation batches per task (if None: all).
+        skip_bad: skip documents that cannot be encoded instead of stopping with an error.
+        seed: random seed of the order of documents and answers, of the transforms and of the
+            few-shot examples.
     """
 
     paths: tuple[str, ...] = ()

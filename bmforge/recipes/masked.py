@@ -37,7 +37,7 @@ class MaskedConfig(RunConfig):
     Args:
         data: `paths` are directories of `bmforge prepare` or token stores; `seq_len` includes the
             text and its BOS and EOS tokens.
-        mask_ratio: fraction of the tokens that are predicted.
+        mask_ratio: fraction of the tokens, above 0 and below 1, that are selected for prediction.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

@@ -65,8 +65,8 @@ class PairData(ExampleConfig):
         ignore: fields of the records to ignore; any other field that the chat template does not
             read is an error.
         prefix_sharing: put both answers of a pair into one sequence after a single copy of their
-            prompt, which is then computed once; loss and gradients are the same. For `train
-            preferences` with pairs.
+            prompt, so that the prompt is computed once; loss and gradients stay the same. For pairs
+            in `train preferences` only.
     """
 
     seq_len: int = 1024
@@ -90,22 +90,26 @@ class PreferencesConfig(RunConfig):
             `label`.
         template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
             or the default one). The template is exported with the model.
-        method: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
-        beta: strength of the preference term (if None: 0.1, or 2 for simpo).
-        label_smoothing: assumed fraction of wrong preferences, below 0.5; with it, dpo is
-            conservative DPO.
-        simpo_gamma: reward margin of simpo (if None: 0.5).
-        nll_weight: weight of the negative log-likelihood of the chosen answers, per token
-            (`rpo_alpha` or `cpo_alpha` in TRL) (if None: 1 for orpo and cpo, else 0).
-        nll_on_prompt: compute the negative log-likelihood over the prompt too, as TRL's ORPO does.
-        desirable_weight: weight of the loss of good answers in kto (if None: 1).
-        undesirable_weight: weight of the loss of bad answers in kto (if None: 1).
-        reference: reference model: adapter (the model with its adapter disabled), copy (a second,
-            frozen model) or precomputed (log-probabilities that are computed once before training
-            and stored in the run directory) (if None: adapter if there is one, else copy).
-        reference_dtype: dtype of the linear layers of a copy: int8 or int4 (if None: fp32).
-        reference_offload: keep the weights of a copy in host memory, and move them to the device
-            only while it scores the answers of a step.
+        method: training objective: dpo, robust, hinge, ipo, sigmoid_norm, simpo, orpo, cpo or kto.
+        beta: coefficient of the preference term (if None: 0.1, or 2 for simpo).
+        label_smoothing: assumed fraction of wrong preferences, at least 0 and below 0.5; above 0,
+            dpo becomes conservative DPO.
+        simpo_gamma: reward margin of simpo between the chosen and the rejected answer (if None:
+            0.5).
+        nll_weight: weight of the negative log-likelihood per token of the chosen answers; called
+            `rpo_alpha` or `cpo_alpha` in TRL (if None: 1 for orpo and cpo, else 0).
+        nll_on_prompt: include the tokens of the prompt in the negative log-likelihood, as TRL's
+            ORPO does.
+        desirable_weight: weight of the desirable answers in the loss of kto (if None: 1).
+        undesirable_weight: weight of the undesirable answers in the loss of kto (if None: 1).
+        reference: reference model: adapter (the model with its adapter disabled), copy (a frozen
+            copy of the initial model) or precomputed (log-probabilities that are computed once
+            before training and stored in the run directory) (if None: adapter for a run with an
+            adapter, else copy).
+        reference_dtype: dtype of the linear layers of the copied reference model: int8 or int4 (if
+            None: fp32).
+        reference_offload: keep the weights of the copied reference model in host memory, and move
+            them to the device only while it scores answers.
     """
 
     run_dir: Path = Path("runs/preferences")

@@ -69,8 +69,10 @@ class PromptDataConfig(TaskDataConfig):
     """Data options of a prompt run; the other fields are those of `TaskDataConfig`.
 
     Args:
-        shots: training examples per label, or in total for a task with text answers; 0 for all.
-        seeds: number of runs with different examples and orders, in subdirectories of `run_dir`.
+        shots: number of training examples per label, or in total for a task with text answers; 0
+            means all.
+        seeds: number of runs with different training examples and orders, in subdirectories of
+            `run_dir`.
     """
 
     shots: int = 0
@@ -94,13 +96,15 @@ class PromptGenerateConfig(RunConfig):
 
     Args:
         data: task, its files, and batch sizes.
-        template: file with one template per line (if None: the task's templates).
-        template_class: user class instead of `Template`: module:Class, or file.py:Class; the module
-            is executed.
-        choice: index of the template, and of the verbalizer, in its file.
-        soft_front: number of trained soft tokens at the beginning.
-        cut: truncation of long examples: "tail", "head" or "balanced".
-        max_new_tokens: maximum length of a generated answer in evaluation.
+        template: file with one template per line (if None: the templates of the task).
+        template_class: custom class that replaces `Template`, as module:Class or file.py:Class; its
+            module is executed (if empty: `Template`).
+        choice: index of the template in its file, and of the verbalizer in its file; 0 is the
+            first.
+        soft_front: number of trained soft tokens at the beginning of the prompt.
+        cut: truncation of long examples: "tail" removes tokens from the end, "head" from the
+            beginning, and "balanced" from the end of every field in proportion to its length.
+        max_new_tokens: maximum length in tokens of an answer that is generated for evaluation.
     """
 
     data: PromptDataConfig = field(default_factory=lambda: PromptDataConfig(seq_len=256))
@@ -124,14 +128,19 @@ class PromptTuneConfig(PromptGenerateConfig):
     The other fields are those of `PromptGenerateConfig`.
 
     Args:
-        verbalizer: file with the label words of each class (if None: those of the task).
-        verbalizer_class: user class instead of `ManualVerbalizer`, in the form of
-            `template_class`; its constructor receives `join`, unless `join` is "first".
-        join: score of a label word with several tokens: "first", "max", "mean" or "joint".
+        verbalizer: file with the label words of each class (if None: the verbalizers of the task).
+        verbalizer_class: custom class that replaces `ManualVerbalizer`, as module:Class or
+            file.py:Class; its module is executed, and its constructor receives `join`, unless
+            `join` is "first" (if empty: `ManualVerbalizer`).
+        join: score of a label word with several tokens: "first" (logit of the first token), "max"
+            or "mean" (over the logits of all tokens at one mask), or "joint" (log-probability of
+            the whole word).
         behind: handling of template text after the mask, which a causal model does not read:
-            "refuse", "leave out" or "score".
+            "refuse" (error), "leave out" (drop the text) or "score" (score the text after each
+            label word).
         calibrate: number of unlabeled examples for contextual calibration; 0 disables it.
-        zero_shot: evaluate the model without training (one step at a learning rate of 0).
+        zero_shot: evaluate the model without training; the run consists of one step with learning
+            rate 0.
     """
 
     verbalizer: Path | None = None

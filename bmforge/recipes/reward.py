@@ -43,13 +43,14 @@ class RewardConfig(RunConfig):
             `chosen` and `rejected` (texts or messages), and optionally `margin` or scores.
         template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
             or the default one). The template is exported with the model.
-        supervision: outcome (pairs of answers), or process (reasoning steps): then the records of
-            `data.paths` have `prompt`, `completions` (the texts of the steps) and `labels` (true
-            or false for each step), and batch sizes count answers.
-        step_separator: text after each step in process supervision (if None: a line break). It is
-            exported with the model.
-        center_rewards_coefficient: weight of a loss term, the squared sum of the rewards of a
-            pair, which keeps rewards near 0 (0.01 is usual).
+        supervision: kind of labels: "outcome" (pairs of answers) or "process" (steps of an answer).
+            With "process", the records in `data.paths` have the fields `prompt`, `completions` (the
+            texts of the steps) and `labels` (true or false for each step), and batch sizes count
+            answers.
+        step_separator: text after each step with process supervision; it is exported with the model
+            (if None: a line break).
+        center_rewards_coefficient: weight of a loss term that keeps rewards near 0: the squared sum
+            of the rewards of a pair. A common value is 0.01.
     """
 
     new_head: bool = True

@@ -37,18 +37,21 @@ class ReinforcementConfig(RunConfig):
 
     Args:
         data: prompts, with further fields for the reward functions.
-        method: published method: grpo, dr_grpo, dapo, rloo, gspo, cispo, reinforce++ or ppo.
+        method: published method, which sets the defaults of `rl`: grpo, dr_grpo, dapo, rloo, gspo,
+            cispo, reinforce++ or ppo.
         rl: options of the loss; each overrides the method's default.
         value: value model of ppo.
         rollout: options for generating answers.
-        reward: reward functions NAME[=WEIGHT]: module:function or file.py:function with TRL's
-            signature; the verifiers exact:COLUMN, number:COLUMN, choice:COLUMN, regex:PATTERN,
-            length:TOKENS and json_schema:FILE; dir:REWARD_MODEL; or an http address.
-        step_aggregation: reward of an answer from a process reward model: the min (default),
-            product or mean of the rewards of its steps, or the reward of the last step.
-        reward_timeout_s: time limit in seconds for one call of a reward function; if a call times
-            out, its answers have no reward.
-        template: chat template for prompts that are conversations, as in `train conversations`.
+        reward: reward functions, each as NAME or NAME=WEIGHT. NAME is a function with TRL's
+            signature (module:function or file.py:function), a verifier (exact:COLUMN,
+            number:COLUMN, choice:COLUMN, regex:PATTERN, length:TOKENS or json_schema:FILE), a
+            reward model (dir:REWARD_MODEL) or the http address of a reward server.
+        step_aggregation: aggregation of the step rewards of a process reward model to the reward of
+            an answer: min, product, mean or last (if None: min).
+        reward_timeout_s: time limit in seconds for a call of a reward function; the answers of a
+            call that times out get no reward.
+        template: chat template for prompts that are conversations: a file, or a name such as chatml
+            or llama3 (if None: the template of the tokenizer).
     """
 
     data: PromptConfig = field(default_factory=PromptConfig)

@@ -88,41 +88,47 @@ class RunConfig:
     """Base config of all runs; a recipe adds `model`, a family's config, and `data`.
 
     Args:
-        run_dir: directory for checkpoints, logs and the exported model.
-        init_from: initial model: directory, hub id or short name; its sizes apply, except for
-            fields that are set in `model` (if None: random initialization).
-        model_changes: names of the `model` fields that override `init_from`, set by the command
-            line (if None: the fields that differ from the recipe's defaults).
-        new_head: initialize the task's head if `init_from`'s model has none.
-        family: family of `model`; set by the command line, and recorded in `run.toml`.
-        changes: structural changes to the model, such as adapters or pruning, that are applied
-            before it is parallelized: JSON or a JSON file (see `models.changes`). New weights
-            are initialized with `seed`.
-        adapter: train an adapter instead of the whole model; see `adapters.AdapterConfig`.
-        base_dtype: dtype in which an adapter run stores the frozen base weights: fp32, bf16,
-            fp16, or int8 and int4 for QLoRA (if None: the precision of the computation).
-        epochs: number of epochs, which determines train.steps (if None: the run has train.steps
-            steps; on the command line, `conversations` defaults to 3 epochs if neither is given).
-        freeze_base: train only modules attached by `changes`, and with `new_head` the head.
+        run_dir: output directory for checkpoints, logs and the exported model.
+        init_from: initial model, as a directory, hub id or short name. Its config gives the model's
+            sizes, except for fields that are set in `model` (if None: random initialization).
+        model_changes: names of the `model` fields that override the config of `init_from`; set by
+            the command line (if None: the fields that differ from the recipe's defaults).
+        new_head: initialize the task's head randomly if the model in `init_from` has none.
+        family: model family to which `model` belongs; set by the command line and recorded in
+            `run.toml`.
+        changes: structural changes to the model, such as adapters or pruning, as JSON text or a
+            JSON file. They are applied before the model is parallelized; new weights are
+            initialized with `seed`.
+        adapter: options of the adapter that is trained instead of the whole model.
+        base_dtype: dtype of the frozen base weights in a run that trains an adapter; int8 and int4
+            quantize them (QLoRA) (if None: the precision of the computation).
+        epochs: number of passes over the training data; replaces train.steps (if None: train.steps
+            steps, or 3 epochs for `bmforge train conversations` without --steps).
+        freeze_base: train only the modules that `changes` attaches and, with `new_head`, the head.
         seed: random seed of the weight initialization.
         train: options for the training loop.
         layout: parallel layout.
         loss_scale: loss scaling for fp16.
         offload: offloading of the optimizer state and weights.
-        recompute: recompute the activations of the blocks in the backward pass.
+        recompute: recompute the activations of the blocks in the backward pass, which needs less
+            memory but more time.
         compile: compile the blocks with torch.compile.
-        prefetch: number of ZeRO-sharded blocks whose parameters are gathered ahead.
-        export: write a Hugging Face directory ``run_dir/export`` at the end.
-        export_dtype: dtype of the exported weights (if None: that of the weights of `init_from`,
-            or fp32 without `init_from`).
-        push_to_hub: repository OWNER/NAME of the Hugging Face hub that gets the export. A new
-            repository is private.
-        license: SPDX id of the export's license.
-        wandb_project: Weights & Biases project to log to.
-        timeout_s: seconds after which a process that does not answer counts as failed; then all
-            processes exit with an error that names this process.
-        override: fields or tables that a resumed run changes on purpose, such as train.optim.lr
-            or data.global_batch_size; "data" also accepts a corpus that has grown, in a new order.
+        prefetch: number of blocks whose ZeRO-sharded parameters are gathered ahead of the
+            computation.
+        export: export the trained model as a Hugging Face directory, ``run_dir/export``, at the
+            end.
+        export_dtype: dtype of the exported weights (if None: the dtype of the weights in
+            `init_from`, or fp32 without `init_from`).
+        push_to_hub: repository of the Hugging Face hub, OWNER/NAME, to which the export is
+            uploaded; a new repository is private (if None: no upload).
+        license: SPDX id of the license of the exported model, such as apache-2.0 (if empty: derived
+            from the licenses of the base model and the data).
+        wandb_project: Weights & Biases project to which metrics are logged (if None: none).
+        timeout_s: time in seconds after which an unresponsive process counts as failed; all
+            processes then exit with an error that names it.
+        override: fields or tables of the config that may differ from the first start of a resumed
+            run, such as train.optim.lr or data.global_batch_size; "data" also accepts a corpus that
+            has grown, and restarts with a new sample order.
     """
 
     run_dir: Path = Path("runs/run")

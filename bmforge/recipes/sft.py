@@ -59,13 +59,13 @@ class ConversationData(ExampleConfig):
     """Options for the conversations to train on; the other fields are those of `ExampleConfig`.
 
     Args:
-        seq_len: maximum sequence length in tokens. With little data, sequences are shortened until
-            an epoch has up to ten steps, but never below the longest conversation.
-        answers: train on all answers of a conversation, or on the last one only.
-        ignore: fields of the records to ignore; any other field that the chat template does not
-            read is an error.
-        validation_fraction: fraction of the conversations held out for evaluation, selected by
-            `seed`; for data without `validation` files.
+        seq_len: maximum sequence length in tokens. If there is little data, shorter sequences are
+            used, so that an epoch has up to ten steps; they always fit the longest conversation.
+        answers: answers to train on: "all" answers of a conversation, or only the "last".
+        ignore: fields of the records to ignore; every other field that the chat template does not
+            use is an error.
+        validation_fraction: fraction of the conversations that is held out for evaluation, selected
+            by `seed`; requires that `validation` is empty.
     """
 
     seq_len: int = 2048
@@ -102,8 +102,8 @@ class ConversationsConfig(RunConfig):
             are read as well. Conversations longer than `seq_len` are truncated. For a
             vision-language model, the content of a user message may be a list of parts, such as
             {"type": "image", "image": FILE} and {"type": "text", "text": "..."}.
-        template: chat template: a file, or a name (chatml, llama3, ...) (if None: the tokenizer's,
-            or the default one). The template is exported with the model.
+        template: chat template, as a file or a name such as chatml or llama3; it is exported with
+            the model (if None: the template of the tokenizer, or else the default template).
     """
 
     data: ConversationData = field(default_factory=ConversationData)

@@ -58,8 +58,8 @@ class SpanConfig(RunConfig):
             options of span corruption have no effect.
         target_len: maximum target length in tokens; longer targets are truncated (if None: the
             length of the longest possible target).
-        noise_density: fraction of the tokens in corrupted spans.
-        mean_span_length: mean span length in tokens.
+        noise_density: fraction of the tokens, above 0 and below 1, that are in corrupted spans.
+        mean_span_length: mean length of a corrupted span in tokens, at least 1.
         shortest: minimum length of a text in tokens; shorter texts are skipped.
     """
 

@@ -23,10 +23,11 @@ class SpeechData(ExampleConfig):
 
     Args:
         seq_len: maximum length of a transcript in tokens.
-        global_batch_size: audio files per optimizer step over all processes.
-        micro_batch_size: audio files per forward pass on one process.
-        language: language of the transcripts, such as en; a record's field `language` overrides it.
-        task: "transcribe", or "translate" for transcripts in English.
+        global_batch_size: number of audio files per optimizer step, over all processes.
+        micro_batch_size: number of audio files per forward pass of one process.
+        language: language of the transcripts, such as en; required for multilingual models. The
+            field `language` of a record takes precedence.
+        task: task of the model: "transcribe", or "translate" if the transcripts are in English.
     """
 
     seq_len: int = 448

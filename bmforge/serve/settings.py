@@ -42,19 +42,19 @@ class AccessConfig:
     """Options for access control.
 
     Args:
-        keys_file: file with one API key per line; further keys are read from the environment
-            variable BMFORGE_API_KEYS, separated by commas.
-        allow_no_key: serve all clients without a key.
-        allow_hosts: host names that are accepted in the Host header of requests without a key,
-            in addition to localhost.
-        allowed_origins: origins of other sites whose pages may send requests, such as
-            https://chat.example.org; * allows all sites and needs keys.
+        keys_file: file with one API key per line; the environment variable BMFORGE_API_KEYS can
+            hold further keys, separated by commas.
+        allow_no_key: serve all clients without an API key.
+        allow_hosts: host names, in addition to localhost, that are accepted in the Host header of
+            requests without an API key.
+        allowed_origins: origins of web pages that may send requests (CORS), such as
+            https://chat.example.org; * allows all origins and requires API keys.
         allow_runtime_lora_updating: allow clients with the admin key (environment variable
             BMFORGE_ADMIN_KEY) to load and unload adapters with /v1/load_lora_adapter and
             /v1/unload_lora_adapter.
-        allowed_media_domains: hosts from which images are fetched if a message has their URL,
-            such as upload.wikimedia.org or 10.0.0.5:8080; without a port, ports 80 and 443 are
-            allowed, and a name must have public addresses (default: none).
+        allowed_media_domains: hosts from which the server fetches images by URL, such as
+            upload.wikimedia.org or 10.0.0.5:8080. A host without a port allows ports 80 and 443; a
+            host name must resolve to public addresses (if empty: no images are fetched).
     """
 
     keys_file: Path | None = None
@@ -70,12 +70,13 @@ class ConversationConfig:
     """Options for chat templates, tool calls and reasoning.
 
     Args:
-        tool_call_parser: format of tool calls (if None: detected from the chat template):
-            deepseek_v3, glm45, hermes, llama3_json, minicpm, mistral or qwen3_coder.
-        split_reasoning: return the reasoning of thinking models in reasoning_content instead of
-            in the text.
-        parse_special: encode names of special tokens in messages, such as <|im_end|>, as these
-            tokens instead of as text; only for trusted clients, which can then forge turns.
+        tool_call_parser: format in which the model writes tool calls (if None: detected from the
+            chat template).
+        split_reasoning: return the reasoning of thinking models in the field reasoning_content
+            instead of in the text.
+        parse_special: encode names of special tokens in messages, such as <|im_end|>, as special
+            tokens instead of as text. Clients can then forge turns, so enable it only for trusted
+            clients.
         template_s: time limit in seconds for rendering the chat template.
     """
 
@@ -90,12 +91,12 @@ class TimeoutConfig:
     """Time limits of requests and connections.
 
     Args:
-        grace_s: time in seconds that running requests have to finish when the server is stopped.
+        grace_s: time in seconds that running requests have to finish when the server stops.
         receive_s: time limit in seconds for receiving a request.
         idle_s: time in seconds after which an idle connection is closed.
-        send_s: time in seconds after which a client that reads nothing is disconnected.
-        request_s: time limit in seconds of a request; then the answer is cut off.
-        media_s: time limit in seconds for fetching the images that a request names by URL.
+        send_s: time in seconds after which a client that does not read its answer is disconnected.
+        request_s: time limit in seconds for a request; the answer is cut off when it is reached.
+        media_s: time limit in seconds for fetching the images of a request by URL.
     """
 
     grace_s: float = 20.0
@@ -112,9 +113,9 @@ class BodyLimits:
 
     Args:
         max_body_bytes: maximum size of a request body in bytes.
-        max_json_depth: maximum nesting depth of a request body.
-        max_json_values: maximum number of values in a request body.
-        max_json_keys: maximum number of keys in a request body.
+        max_json_depth: maximum nesting depth of the JSON in a request body.
+        max_json_values: maximum number of JSON values in a request body.
+        max_json_keys: maximum number of JSON object keys in a request body.
     """
 
     max_body_bytes: int = 2 << 20
@@ -128,19 +129,22 @@ class RequestLimits:
     """Limits on the contents of a request.
 
     Args:
-        max_prompt_tokens: maximum prompt length in tokens (if None: the engine's limit).
-        max_new_tokens: maximum answer length in tokens (if None: the engine's limit).
-        max_choices: maximum number of answers per prompt (n).
-        max_prompts: maximum number of prompts or documents per request.
+        max_prompt_tokens: maximum length of a prompt in tokens (if None: the context length of the
+            server).
+        max_new_tokens: maximum length of an answer in tokens (if None: the context length of the
+            server).
+        max_choices: maximum number of answers per prompt (the field n of a request).
+        max_prompts: maximum number of prompts, or of documents to rerank, per request.
         max_inputs: maximum number of texts per embeddings request.
-        max_stops: maximum number of stop strings.
+        max_stops: maximum number of stop strings per request.
         max_stop_chars: maximum length of a stop string in characters.
-        max_logit_bias: maximum number of tokens in logit_bias.
-        max_logprobs: maximum value of top_logprobs.
+        max_logit_bias: maximum number of tokens in the field logit_bias of a request.
+        max_logprobs: maximum value of the field top_logprobs of a request.
         max_tools: maximum number of tools per request.
-        max_images: maximum number of images per request; max_body_bytes limits their size.
-        max_image_pixels: maximum number of pixels of an image.
-        max_media_bytes: maximum total size in bytes of the images that a request names by URL.
+        max_images: maximum number of images per request; max_body_bytes also limits the total size
+            of embedded images.
+        max_image_pixels: maximum number of pixels (width x height) of an image.
+        max_media_bytes: maximum total size in bytes of the images that a request refers to by URL.
     """
 
     max_prompt_tokens: int | None = None
@@ -163,11 +167,14 @@ class SchemaLimits:
     """Limits on constraints on answers: schemas, regular expressions and grammars.
 
     Args:
-        max_schema_bytes: maximum size of a schema, regular expression or grammar in bytes.
-        max_schema_depth: maximum nesting depth of a schema.
-        schema_cpu_s: CPU time limit in seconds for compiling a schema.
-        schema_memory_bytes: memory limit in bytes for compiling a schema.
-        schema_s: time limit in seconds for compiling a schema, including the waiting time.
+        max_schema_bytes: maximum size in bytes of a JSON schema, regular expression or grammar.
+        max_schema_depth: maximum nesting depth of a JSON schema.
+        schema_cpu_s: limit of the CPU time in seconds for compiling a JSON schema, regular
+            expression or grammar.
+        schema_memory_bytes: memory limit in bytes for compiling a JSON schema, regular expression
+            or grammar.
+        schema_s: time limit in seconds for compiling a JSON schema, regular expression or grammar,
+            including the time in the queue.
     """
 
     max_schema_bytes: int = 64 << 10
@@ -183,14 +190,14 @@ class LoadLimits:
 
     Args:
         max_connections: maximum number of open connections.
-        max_requests: maximum number of running and waiting requests; further ones are rejected
-            (503).
-        max_requests_per_key: maximum number of running and waiting requests per key, or per
-            address without keys.
-        max_rate_per_min: maximum number of requests per minute and key, or per minute and address
-            without keys.
-        max_unread_bytes: maximum size in bytes of the generated text that is buffered for a slow
-            client; beyond it, the request is cancelled.
+        max_requests: maximum number of running and waiting requests; further requests are rejected
+            with status 503.
+        max_requests_per_key: maximum number of running and waiting requests per API key, or per
+            client address if no keys are used.
+        max_rate_per_min: maximum number of requests per minute for an API key, or for a client
+            address if no keys are used.
+        max_unread_bytes: maximum amount of generated text, in bytes, that is buffered for a slow
+            client; a request that exceeds it is cancelled.
     """
 
     max_connections: int = 512
@@ -208,15 +215,18 @@ class ServeConfig:
     The fields of the groups can also be given without the group: `ServeConfig(max_tools=8)`.
 
     Args:
-        host: address to listen on; an address other than loopback needs API keys or allow_no_key.
-        port: port to listen on; 0 selects a free port, which is logged.
-        uds: path of a Unix socket to listen on instead of host and port.
-        ssl_certfile: file with the TLS certificate chain in PEM format; needs ssl_keyfile.
-        ssl_keyfile: file with the private key of the TLS certificate in PEM format.
-        root_path: path prefix under which a proxy serves this server, such as /llm.
-        name: model name used in the API (if None: name of the model's directory).
-        embedding_name: name of the embedding model used in the API (if None: embedding).
-        log_requests: log path, status and duration of every request.
+        host: IP address or host name to listen on; an address other than loopback requires API keys
+            or allow_no_key.
+        port: TCP port to listen on; 0 selects a free port, which is logged.
+        uds: path of a Unix socket to listen on, instead of host and port (if None: host and port).
+        ssl_certfile: PEM file with the TLS certificate chain; requires ssl_keyfile (if None: no
+            TLS).
+        ssl_keyfile: PEM file with the private key of the TLS certificate; requires ssl_certfile.
+        root_path: path prefix under which a proxy serves this server, such as /llm (if empty: no
+            prefix).
+        name: model name in the API (if None: name of the model's directory).
+        embedding_name: name of the embedding model in the API (if None: embedding).
+        log_requests: log the path, status and duration of every request.
         access: options for access control.
         chat: options for chat templates, tool calls and reasoning.
         timeouts: time limits of requests and connections.

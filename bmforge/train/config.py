@@ -19,29 +19,34 @@ class TrainConfig:
 
     Args:
         steps: total number of optimizer steps.
-        num_epochs: number of epochs over a finite loader; training ends after the last epoch
-            or after `steps`, whichever comes first. bmforge's own loaders never end.
-        seed: random seed of dropout; weights and sample order have separate seeds.
-        precision: dtype of the computation: fp32, bf16 or fp16; must be the one with which the
-            model was parallelized.
-        master_weights: upcast trained 16-bit parameters to fp32; without it they are
-            trained in 16 bits, which loses updates below 1/256 of a bf16 weight.
-        disable_dropout: train in evaluation mode, without dropout and layer drop.
+        num_epochs: number of epochs over a finite loader; training ends after them or after
+            `steps`, whichever comes first. For the Python API: the loaders of `bmforge train` are
+            endless; use `epochs`.
+        seed: random seed of dropout; `seed` sets that of the weights, and `data.seed` that of the
+            sample order.
+        precision: dtype of the computation. In the Python API, it must be the precision with which
+            the model was parallelized.
+        master_weights: train 16-bit parameters as fp32 copies. If False, they are trained in 16
+            bits, which needs less memory but loses updates smaller than 1/256 of a bf16 weight.
+        disable_dropout: train without dropout and layer drop.
         grad_clip: maximum gradient norm; None disables clipping.
-        spike_sigmas: skip a step whose loss is this many standard deviations above the recent
-            mean (if None: skip only steps with a non-finite loss or gradient).
-        eval_every_steps: number of steps between evaluations; None to evaluate only at the end.
-        load_best_model_at_end: keep the checkpoint with the lowest evaluation loss, and end the
-            run with its weights; needs eval_every_steps.
-        early_stopping_patience: number of evaluations without an improvement after which the
-            run ends (if None: train all steps).
-        early_stopping_threshold: decrease of the loss in nats that counts as an improvement.
+        spike_sigmas: threshold for skipping a step with a loss spike, in standard deviations of the
+            recent losses above their mean (if None: skip only steps with a non-finite loss or
+            gradient).
+        eval_every_steps: number of steps between evaluations (if None: evaluate only at the end).
+        load_best_model_at_end: keep the checkpoint with the lowest evaluation loss and restore its
+            weights at the end of the run; requires eval_every_steps.
+        early_stopping_patience: number of consecutive evaluations without an improvement after
+            which training stops; requires eval_every_steps (if None: train all steps).
+        early_stopping_threshold: minimum decrease of the evaluation loss, in nats, that counts as
+            an improvement.
         save_every_steps: number of steps between checkpoints; None to save only at the end.
-        keep_last: number of newest checkpoints to keep.
-        keep_every_steps: also keep checkpoints whose step is a multiple of this number.
+        keep_last: number of most recent checkpoints to keep.
+        keep_every_steps: also keep checkpoints whose step is a multiple of this number (if None:
+            only the most recent ones).
         log_every_steps: number of steps between log lines.
-        profile_steps: number of steps after the third to profile, with traces in
-            ``run_dir/profile``; 0 disables profiling.
+        profile_steps: number of steps to profile, starting with step 4; traces are written to
+            ``run_dir/profile``. 0 disables profiling.
         optim: optimizer settings.
         schedule: learning-rate schedule.
     """

@@ -17,11 +17,13 @@ class LossScaleConfig:
 
     Args:
         fixed: constant loss scale for the whole run (if None: dynamic loss scaling).
-        init_scale: initial loss scale.
-        growth_interval_steps: consecutive finite steps after which the scale doubles.
-        min_scale: lower bound of the scale.
-        hysteresis: number of overflows after which the scale is halved; from then on every overflow
-            halves it, until it has grown again. With 1, every overflow halves it.
+        init_scale: initial loss scale of dynamic loss scaling.
+        growth_interval_steps: number of consecutive steps without an overflow after which the loss
+            scale doubles.
+        min_scale: lower bound of the dynamic loss scale.
+        hysteresis: number of overflows that are needed to halve the loss scale for the first time
+            after it has grown; each later overflow halves it again. With 1, every overflow halves
+            it.
     """
 
     fixed: float | None = None

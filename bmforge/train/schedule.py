@@ -48,13 +48,14 @@ class ScheduleConfig:
     """Learning-rate schedule and the lengths of its phases.
 
     Args:
-        kind: constant, linear, cosine, exponential, noam or wsd (warmup-stable-decay).
-        warmup_steps: steps of linear warm-up; noam needs at least 1.
-        min_lr_ratio: final learning rate as a fraction of the peak, 0 to 1 (above 0 for
-            exponential).
-        total_steps: length of the schedule in steps (if None: that of the run).
-        decay_steps: length of the decay in steps, wsd only (if None: a tenth of the total).
-        decay_kind: shape of the decay, wsd only: linear, cosine or 1-sqrt (if None: 1-sqrt).
+        kind: learning-rate schedule after the warm-up: constant, linear, cosine, exponential, noam
+            or wsd (warmup-stable-decay).
+        warmup_steps: number of steps of linear warm-up; noam requires at least 1.
+        min_lr_ratio: final learning rate as a fraction of the peak, from 0 to 1; exponential
+            requires a value above 0.
+        total_steps: length of the schedule in steps (if None: the length of the run).
+        decay_steps: length of the final decay of wsd in steps (if None: a tenth of the schedule).
+        decay_kind: shape of the final decay of wsd: linear, cosine or 1-sqrt (if None: 1-sqrt).
     """
 
     kind: str = "cosine"

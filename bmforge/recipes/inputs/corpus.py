@@ -51,29 +51,32 @@ class CorpusConfig:
     """Text of a run: prepared directories or token stores.
 
     Args:
-        paths: directories written by `bmforge prepare`, or prefixes of .bin/.idx token stores;
-            several are mixed. Conditions after the path, as in `corpus?language=zh&date>=2020`,
-            select documents.
-        where: conditions on the documents of all paths, including held-out ones: source, language,
-            license (a list with commas; * is a wildcard), date, quality; such as language=zh or
-            quality>=0.5.
+        paths: training corpora: directories written by `bmforge prepare`, or prefixes of .bin/.idx
+            token stores; several are mixed. Conditions after a path select documents, as in
+            `corpus?language=zh&date>=2020`.
+        where: conditions on the documents of all paths, including held-out documents, such as
+            language=zh or quality>=0.5. They compare source, language, license, date or quality;
+            source, language and license accept comma-separated lists and the wildcard *.
         weights: sampling weight of each path (if empty: equal weights).
         seq_len: sequence length in tokens.
-        global_batch_size: sequences per optimizer step over all processes.
-        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp (if None: derived from global_batch_size).
-        micro_batch_size: sequences per forward pass on one process.
-        reset_at_documents: restart positions and attention at every document.
-        tokenizer: directory of the tokenizer with which token stores were written; it is exported
-            with the model (if None: that of the prepared directory).
-        eos_id: id of the token at the end of every document (if None: the id that the prepared
-            directory records, or else that of the tokenizer).
-        validation: prefix of a validation store (if None: that of the first prepared directory).
-        split: weights by which the documents of a token store are split into training, validation
-            and unused documents, such as 949 50 1 (if empty: train on all).
-        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
+        global_batch_size: number of sequences per optimizer step, over all processes.
+        grad_accum_steps: number of gradient accumulation steps; sets global_batch_size to
+            micro_batch_size x grad_accum_steps x processes / (tp x pp x cp) (if None: derived from
+            global_batch_size).
+        micro_batch_size: number of sequences per forward pass of one process.
+        reset_at_documents: restart position ids and attention at every document in a packed
+            sequence.
+        tokenizer: directory of the tokenizer that produced the token stores; it is exported with
+            the model (if None: the tokenizer in the prepared directory).
+        eos_id: id of the token at the end of every document (if None: the id recorded in the
+            prepared directory, or else that of the tokenizer).
+        validation: prefix of the validation token store (if None: the store in the first prepared
+            directory).
+        split: weights of the training, validation and unused parts into which the documents of a
+            token store are split, such as 949 50 1 (if empty: train on all documents).
+        validation_batches: maximum number of micro-batches per evaluation (if None: all).
         seed: random seed of the sample order.
-        prefetch_steps: optimizer steps whose batches are loaded ahead.
+        prefetch_steps: number of optimizer steps whose batches are loaded ahead.
     """
 
     paths: tuple[str, ...] = ()

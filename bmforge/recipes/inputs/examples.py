@@ -41,17 +41,18 @@ class ExampleConfig:
     """Data options of a run that trains on examples.
 
     Args:
-        paths: data files, or token stores for recipes that read them.
-        validation: held-out files in the same format.
-        tokenizer: directory of the tokenizer (if None: that of `init_from`).
+        paths: data files, or token stores if the task reads them.
+        validation: held-out files for evaluation, in the same format as `paths`.
+        tokenizer: directory of the tokenizer (if None: the tokenizer of `init_from`).
         seq_len: maximum sequence length in tokens.
-        global_batch_size: sequences per optimizer step over all processes.
-        micro_batch_size: sequences per forward pass on one process.
-        grad_accum_steps: gradient accumulation steps; sets global_batch_size to micro_batch_size x
-            this x processes / tp / pp / cp (if None: derived from global_batch_size).
-        split: weights by which the documents of a token store are split into training, validation
-            and unused documents, such as 949 50 1 (if empty: train on all).
-        validation_batches: maximum number of micro-batches of an evaluation (if None: all).
+        global_batch_size: number of sequences per optimizer step, over all processes.
+        micro_batch_size: number of sequences per forward pass of one process.
+        grad_accum_steps: number of gradient accumulation steps; sets global_batch_size to
+            micro_batch_size x grad_accum_steps x processes / (tp x pp x cp) (if None: derived from
+            global_batch_size).
+        split: weights of the training, validation and unused parts into which the documents of a
+            token store are split, such as 949 50 1 (if empty: train on all documents).
+        validation_batches: maximum number of micro-batches per evaluation (if None: all).
         seed: random seed of the sample order and of random choices within samples.
     """
 

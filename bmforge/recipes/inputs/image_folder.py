@@ -38,18 +38,21 @@ class ImageConfig:
     """Data options of a run that trains on images.
 
     Args:
-        paths: one folder, with a subfolder of images for every class.
-        validation: one folder with the same structure and held-out images.
-        global_batch_size: images per optimizer step over all processes.
-        micro_batch_size: images per forward pass on one process.
-        grad_accum_steps: gradient accumulation steps; see `ExampleConfig`.
-        smallest_crop: minimum area of a random training crop, as a fraction of the image (0.08 in
-            ViT's training); 1 disables cropping.
+        paths: one folder with a subfolder of training images for each class.
+        validation: one folder with a subfolder of held-out images for each class.
+        global_batch_size: number of images per optimizer step, over all processes.
+        micro_batch_size: number of images per forward pass of one process.
+        grad_accum_steps: number of gradient accumulation steps; sets global_batch_size to
+            micro_batch_size x grad_accum_steps x processes / (tp x pp x cp) (if None: derived from
+            global_batch_size).
+        smallest_crop: minimum area of a random training crop as a fraction of the image, above 0;
+            the default is that of ViT's training, and 1 disables cropping.
         mirror: flip half of the training images horizontally.
-        mean: mean of every channel for normalization, of values from 0 to 1.
-        std: standard deviation of every channel for normalization.
+        mean: mean that normalization subtracts from the values of every channel, which range from 0
+            to 1.
+        std: standard deviation by which normalization divides the values of every channel.
         validation_batches: maximum number of micro-batches of an evaluation (if None: all).
-        seed: random seed of the sample order and of the crops.
+        seed: random seed of the sample order and of the training crops.
     """
 
     paths: tuple[str, ...] = ()

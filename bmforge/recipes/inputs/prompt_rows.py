@@ -33,15 +33,16 @@ class PromptConfig(ExampleConfig):
     """Prompt options of a run that generates its own answers.
 
     Args:
-        paths: JSON files or tables, or folders of them; every record has a ``prompt`` (a
-            string or a list of messages); all other fields are passed to the reward functions.
-        validation: not supported; evaluate the exported model with `bmforge evaluate`.
-        tokenizer: directory of the tokenizer (if None: that of `init_from`).
-        seq_len: maximum length of a prompt in tokens; longer ones are skipped and counted.
-        global_batch_size: answers per optimizer step over all processes.
-        micro_batch_size: answers per forward pass on one process.
-        ignore: fields of messages to ignore; any other field that the chat template does not read
-            is an error.
+        paths: JSON files or tables, or directories of them. Each record has a field ``prompt``, a
+            string or a list of messages; its other fields are passed to the reward functions.
+        validation: not supported by tasks that generate answers; evaluate the exported model with
+            `bmforge evaluate`.
+        tokenizer: directory of the tokenizer (if None: the tokenizer of `init_from`).
+        seq_len: maximum length of a prompt in tokens; longer prompts are skipped and counted.
+        global_batch_size: number of answers per optimizer step, over all processes.
+        micro_batch_size: number of answers per forward pass of one process.
+        ignore: fields of the messages to ignore; every other field that the chat template does not
+            use is an error.
     """
 
     seq_len: int = 512

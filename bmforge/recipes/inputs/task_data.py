@@ -20,15 +20,15 @@ class TaskDataConfig(ExampleConfig):
     """Task to train on; the other fields are those of `ExampleConfig`.
 
     Args:
-        task: name of a published task, such as BoolQ or ag_news; omit it for user data.
-        labels: labels of user data.
-        fields: names of the text fields of user data, in reading order (if empty: the text fields
+        task: name of a published task, such as BoolQ or ag_news (if None: custom data).
+        labels: labels of custom data.
+        fields: names of the text fields of custom data, in reading order (if empty: the text fields
             of the first line).
-        paths: folder with the task's files, or a folder with a subfolder named like the task. For
-            user data, .jsonl files with {"text": "...", "label": "..."} on each line.
-        validation: held-out files of user data in the same format.
-        train_split: training split of a published task.
-        dev_split: evaluation split of a published task; None disables evaluation.
+        paths: directory with the files of the published task, or with a subdirectory named like the
+            task. For custom data, .jsonl files with {"text": "...", "label": "..."} on each line.
+        validation: held-out files of custom data, in the same format.
+        train_split: split of a published task for training.
+        dev_split: split of a published task for evaluation; None disables evaluation.
         seq_len: maximum sequence length in tokens; longer texts are truncated.
     """
 

@@ -55,18 +55,20 @@ class OptimConfig:
     """Optimizer and its hyperparameters.
 
     Args:
-        name: adamw, muon (Muon for hidden matrices, AdamW for all other parameters) or sgd.
-        lr: peak learning rate; the schedule multiplies it.
-        weight_decay: weight decay, decoupled for adamw and muon; norms, biases and other
-            vectors have none.
-        betas: decay rates of AdamW's moments (for muon: of its AdamW parameters).
-        eps: epsilon of AdamW (for muon: of its AdamW parameters).
+        name: optimizer: adamw, sgd, or muon (Muon for hidden matrices, AdamW for all other
+            parameters).
+        lr: peak learning rate, which the schedule multiplies by a factor from 0 to 1.
+        weight_decay: weight decay, decoupled for adamw and muon; it is not applied to norms, biases
+            and other vectors.
+        betas: decay rates of AdamW's first and second moments; with muon, for the parameters that
+            AdamW trains.
+        eps: epsilon of AdamW; with muon, for the parameters that AdamW trains.
         momentum: momentum of Muon or SGD (if None: 0.95 for muon, 0.9 for sgd).
-        muon_lr: peak learning rate of the hidden matrices, muon only (if None: `lr`). Updates
-            are scaled to the RMS of AdamW's updates, so that AdamW's learning rate is suitable.
-        ns_steps: number of Newton-Schulz iterations, muon only (if None: 5).
-        groups: parameter groups, selected by name globs, with their own learning rate or weight
-            decay.
+        muon_lr: peak learning rate of the hidden matrices with muon. Updates are scaled to the RMS
+            of AdamW's updates, so that a learning rate for AdamW is suitable (if None: `lr`).
+        ns_steps: number of Newton-Schulz iterations of muon (if None: 5).
+        groups: parameter groups with their own learning rate or weight decay; name globs select
+            their parameters.
     """
 
     name: str = "adamw"
