@@ -319,7 +319,7 @@ def device_size_bytes(device: torch.device) -> int:
 def parse_dtype(name: str) -> torch.dtype:
     """Return torch's dtype for the name ``fp32``, ``bf16`` or ``fp16``."""
     if name not in _DTYPES:
-        raise ConfigError(f"unknown precision: precision={name!r} (known: {sorted(_DTYPES)}).")
+        raise ConfigError(f"unknown precision: precision={name!r} (supported: {sorted(_DTYPES)}).")
     return _DTYPES[name]
 
 

@@ -103,7 +103,9 @@ class PolicyConfig:
             ConfigError: the method is unknown, or a number is out of range or has no effect.
         """
         if method not in METHODS:
-            raise ConfigError(f"unknown method: method={method!r} (known: {', '.join(METHODS)}).")
+            raise ConfigError(
+                f"unknown method: method={method!r} (supported: {', '.join(METHODS)})."
+            )
         parts = {name: value for name, value in vars(self).items() if value is not None}
         policy = Policy(**{**METHODS[method], **parts})
         policy.check()

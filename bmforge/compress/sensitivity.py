@@ -109,7 +109,7 @@ def _fitting(members: Sequence[Matrix], schemes: Sequence[str]) -> list[str]:
     fitting = []
     for scheme in schemes:
         if scheme not in PRESETS:
-            raise ConfigError(f"unknown scheme: {scheme!r} (known: {', '.join(PRESETS)}).")
+            raise ConfigError(f"unknown scheme: {scheme!r} (supported: {', '.join(PRESETS)}).")
         if all(PRESETS[scheme].fits(m.read().shape[1]) for m in members):
             fitting.append(scheme)
     if not fitting:

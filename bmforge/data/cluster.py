@@ -82,7 +82,7 @@ def run_on_cluster(
     """
     if executor not in _EXECUTORS:
         raise ConfigError(
-            f"unknown executor: executor={executor!r} (known: "
+            f"unknown executor: executor={executor!r} (supported: "
             f"{', '.join(_EXECUTORS)}).{suggest(executor, _EXECUTORS)}"
         )
     if config.tasks < 1:

@@ -205,7 +205,7 @@ class GenerationConfig:
         for name in changes:
             if name not in fields:
                 raise ConfigError(
-                    f"unknown option of generate: {name!r} (known: "
+                    f"unknown option of generate: {name!r} (supported: "
                     f"{', '.join(fields)}).{suggest(name, fields)}"
                 )
         own_fields = {name: getattr(self, name) for name in self.fields_set}

@@ -203,7 +203,7 @@ class ModelConfig:
         """
         if name not in cls.presets:
             raise ConfigError(
-                f"{cls.__name__} has no preset {name!r} (known: {', '.join(cls.presets)})."
+                f"{cls.__name__} has no preset {name!r} (supported: {', '.join(cls.presets)})."
                 f"{suggest(name, cls.presets)}"
             )
         return cls(**{**cls.presets[name], **changes})

@@ -272,7 +272,7 @@ class EncoderModel(Model):
             ConfigError: the pooling is unknown, or `position_ids` are given with a soft prompt.
         """
         if pooling not in ("mean", "cls"):
-            raise ConfigError(f"unknown pooling: pooling={pooling!r} (known: mean, cls).")
+            raise ConfigError(f"unknown pooling: pooling={pooling!r} (supported: mean, cls).")
         segments, positions = inputs.pop("token_type_ids", None), inputs.pop("position_ids", None)
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:

@@ -136,7 +136,8 @@ def find_kind(name: str) -> Kind:
     """
     if name not in KINDS:
         raise ConfigError(
-            f"unknown change kind {name!r} (known: {', '.join(KINDS)}).{suggest(name, KINDS)} A "
-            "newer version of bmforge may have written it. Update bmforge."
+            f"unknown kind of change: {name!r} (supported: "
+            f"{', '.join(KINDS)}).{suggest(name, KINDS)} A newer version of bmforge may have "
+            "written it. Update bmforge."
         )
     return KINDS[name]

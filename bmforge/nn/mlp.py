@@ -89,8 +89,8 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     """
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"unknown activation: activation={name!r} (known: {', '.join(sorted(ACTIVATIONS))})."
-            f"{suggest(name, ACTIVATIONS)}"
+            f"unknown activation: activation={name!r} (supported: "
+            f"{', '.join(sorted(ACTIVATIONS))}).{suggest(name, ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
 

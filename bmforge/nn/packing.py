@@ -145,7 +145,7 @@ def find_preset(scheme: str | QuantSpec) -> QuantSpec:
         return scheme
     if scheme not in PRESETS:
         raise ConfigError(
-            f"unknown quantization scheme {scheme!r} (known: {', '.join(PRESETS)}, or a "
+            f"unknown quantization scheme {scheme!r} (supported: {', '.join(PRESETS)}, or a "
             f"QuantSpec).{suggest(scheme, PRESETS)}"
         )
     return PRESETS[scheme]

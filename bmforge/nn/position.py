@@ -80,7 +80,7 @@ class RopeSpec:
         kinds = get_args(RopeKind)
         if self.kind not in kinds:
             raise ConfigError(
-                f"unknown rotary kind {self.kind!r} (known: "
+                f"unknown rotary kind {self.kind!r} (supported: "
                 f"{', '.join(kinds)}).{suggest(self.kind, kinds)}"
             )
         if self.rotary_dim % 2:

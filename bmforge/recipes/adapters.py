@@ -142,7 +142,7 @@ class AdapterConfig:
             )
         elif self.kind not in KINDS:
             raise ConfigError(
-                f"unknown adapter: adapter.kind={self.kind!r} (known: "
+                f"unknown adapter: adapter.kind={self.kind!r} (supported: "
                 f"{', '.join(KINDS)}).{suggest(self.kind, KINDS)}"
             )
 

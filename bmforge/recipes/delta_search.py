@@ -69,7 +69,7 @@ class SearchConfig:
         """Raise `ConfigError` for an empty search or an unknown kind."""
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
             raise ConfigError(
-                f"unknown adapter: search.kinds has {unknown[0]!r} (known: {', '.join(KINDS)})."
+                f"unknown adapter: search.kinds has {unknown[0]!r} (supported: {', '.join(KINDS)})."
             )
         if not (self.kinds and self.places and self.sizes):
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")

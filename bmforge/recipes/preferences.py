@@ -161,7 +161,7 @@ def read_options(config: Any) -> MethodOptions:
     method = METHODS.get(config.method)
     if method is None:
         raise ConfigError(
-            f"unknown method: method={config.method!r} (known: "
+            f"unknown method: method={config.method!r} (supported: "
             f"{', '.join(METHODS)}).{suggest(config.method, METHODS)}"
         )
     chosen_options = {

@@ -227,7 +227,7 @@ def read_template(config: Any, folder: Path) -> str | None:
             return NAMED_TEMPLATES[name]
         if not Path(name).is_file():
             raise ConfigError(
-                f"template={name!r} is neither a file nor a known name (known: "
+                f"template={name!r} is neither a file nor a known name (supported: "
                 f"{', '.join(NAMED_TEMPLATES)})."
             )
         return read_text(name).removesuffix("\n")

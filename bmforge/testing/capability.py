@@ -85,7 +85,7 @@ _Test = TypeVar("_Test", bound=Callable[..., None])
 def capability(*names: str) -> Callable[[_Test], _Test]:
     """Decorator that marks a test method as the test of the named capabilities."""
     unknown = set(names) - set(CAPABILITIES)
-    assert not unknown, f"unknown capabilities: {unknown} (known: {CAPABILITIES})"
+    assert not unknown, f"unknown capabilities: {unknown} (supported: {CAPABILITIES})"
 
     def mark(test: _Test) -> _Test:
         test.capabilities = names  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ def _check(config: ScheduleConfig, total: int) -> None:
     """Raise `ConfigError` for the first setting that is invalid or has no effect."""
     if config.kind not in _KINDS:
         raise ConfigError(
-            f"unknown schedule: schedule.kind={config.kind!r} (known: "
+            f"unknown schedule: schedule.kind={config.kind!r} (supported: "
             f"{', '.join(_KINDS)}).{suggest(config.kind, _KINDS)}"
         )
     if total < 1:
@@ -179,7 +179,7 @@ def _check_kind(config: ScheduleConfig, total: int) -> None:
     kind = config.decay_kind
     if kind is not None and kind not in _SHAPES:
         raise ConfigError(
-            f"unknown decay: schedule.decay_kind={kind!r} (known: "
+            f"unknown decay: schedule.decay_kind={kind!r} (supported: "
             f"{', '.join(_SHAPES)}).{suggest(kind, _SHAPES)}"
         )
     decay = _decay_steps(config, total)

@@ -26,7 +26,7 @@ CASES = [
     ),
     (
         "train pretrain --model gpt2 --adapter loraa",
-        "adapter.kind='loraa' (known: lora, adapter, low-rank, compacter, parallel-adapter,",
+        "adapter.kind='loraa' (supported: lora, adapter, low-rank, compacter, parallel-adapter,",
     ),
     ("train pretrain --model gpt2 --layout.zero 4", "--layout.zero 4 is not supported (supported"),
     ("train pretrain --model gpt2 --compile maybe", "unexpected argument: maybe."),

@@ -311,7 +311,7 @@ def test_images_to_patches() -> None:
 def test_what_cannot_be_asked_for() -> None:
     with pytest.raises(ConfigError, match="int8"):
         layer.Linear(4, 4, int8=True)
-    with pytest.raises(ConfigError, match="known: none, relative, rotary"):
+    with pytest.raises(ConfigError, match="supported: none, relative, rotary"):
         layer.Attention(4, 2, 2, pos_bias_type="alibi")
     with pytest.raises(ConfigError, match="Did you mean 'gelu'"):
         layer.FeedForward(4, 4, activate_fn="gated_gleu")

@@ -134,7 +134,7 @@ def test_crossfit_scores() -> None:
     assert evaluate(["the big cat"], ["big dog"], "QA-F1") == pytest.approx(0.5)
     macro = f1_score([0, 1, 0], [0, 0, 0], average="macro")
     assert evaluate(["a", "a", "a"], ["a", "b", "a"], "Classification-F1") == pytest.approx(macro)
-    with pytest.raises(ConfigError, match="known: EM, ACC"):
+    with pytest.raises(ConfigError, match="supported: EM, ACC"):
         evaluate(["a"], ["a"], "Rouge-L")
 
 

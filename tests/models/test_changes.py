@@ -140,7 +140,7 @@ def test_transformers_refuses_a_changed_model(
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": 0.0}), "alpha=0.0 must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "alpha": float("nan")}), "alpha=nan must be"),
         (Change("low_rank", "lm_head", {"rank": 2, "dropout": 1.0}), "dropout=1.0 must be"),
-        (Change("low_rankk", "layers.0"), "to GPT2.*unknown change kind 'low_rankk'"),
+        (Change("low_rankk", "layers.0"), "to GPT2.*unknown kind of change: 'low_rankk'"),
     ],
 )
 def test_a_change_that_does_not_fit_leaves_the_model(change: Change, said: str) -> None:
@@ -227,7 +227,7 @@ def test_a_newer_version_and_an_unknown_kind(tmp_path: Path) -> None:
         ({"version": 2}, "GPT2Config.*format version 2 .supported: 1"),
         (
             {"changes": [{"kind": "int3", "where": ["embed"]}]},
-            "GPT2Config.*unknown change kind 'int3'",
+            "GPT2Config.*unknown kind of change: 'int3'",
         ),
         ({"changes": 5}, "must be an object with the fields"),
     ):

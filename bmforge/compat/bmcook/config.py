@@ -90,7 +90,7 @@ def check_cook_config(raw: Any) -> dict[str, Any]:
     for section, section_values in raw.items():
         if section not in sections:
             raise ConfigError(
-                f"unknown section {section!r} (known: {', '.join(sections)})."
+                f"unknown section {section!r} (supported: {', '.join(sections)})."
                 f"{suggest(section, sections)}"
             )
         for key in section_values if section != _OWN else ():

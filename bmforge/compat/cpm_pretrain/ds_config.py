@@ -79,7 +79,7 @@ def _check(values: Mapping[str, Any], file: str, prefix: str = "") -> None:
     for name, value in values.items():
         if name not in names:
             raise ConfigError(
-                f"--ds-config {file!r}: unknown setting {prefix}{name} (known: "
+                f"--ds-config {file!r}: unknown setting {prefix}{name} (supported: "
                 f"{', '.join(names)}).{suggest(name, names)}"
             )
         if value is None or name in _WITHOUT_EFFECT:

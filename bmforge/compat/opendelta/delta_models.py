@@ -98,7 +98,7 @@ class AutoDeltaConfig:
         kind = str({**config_dict, **kwargs}.get("delta_type"))
         if kind not in CONFIGS:
             raise ConfigError(
-                f"unknown delta type: delta_type={kind!r} (known: "
+                f"unknown delta type: delta_type={kind!r} (supported: "
                 f"{', '.join(CONFIGS)}).{suggest(kind, CONFIGS)}"
             )
         return CONFIGS[kind].from_dict(config_dict, **kwargs)

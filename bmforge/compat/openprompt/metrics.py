@@ -56,7 +56,7 @@ def classification_metrics(
     names_of_metrics = (
         "micro-f1, macro-f1, accuracy, precision, recall, loose-micro-f1, loose-macro-f1"
     )
-    raise ConfigError(f"unknown metric: metric={metric!r} (known: {names_of_metrics}).")
+    raise ConfigError(f"unknown metric: metric={metric!r} (supported: {names_of_metrics}).")
 
 
 def generation_metric(
@@ -76,7 +76,7 @@ def generation_metric(
         ConfigError: the metric is unknown, or the numbers of texts differ.
     """
     if metric != "sentence_bleu":
-        raise ConfigError(f"unknown metric: metric={metric!r} (known: sentence_bleu).")
+        raise ConfigError(f"unknown metric: metric={metric!r} (supported: sentence_bleu).")
     if len(hypos) != len(refs) or not hypos:
         raise ConfigError(
             f"there are {len(hypos)} texts, but {len(refs)} references. Pass one reference per "
@@ -128,7 +128,9 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
     """
     prefix = kwargs.pop("only_compare_prefix", False)
     if kwargs:
-        raise ConfigError(f"unknown arguments: {', '.join(kwargs)} (known: only_compare_prefix).")
+        raise ConfigError(
+            f"unknown arguments: {', '.join(kwargs)} (supported: only_compare_prefix)."
+        )
     answers = [row if isinstance(row, list) else [row] for row in data]
     if metric in ("EM", "QA-F1"):
         return metrics.answer_scores(predictions, answers)["em" if metric == "EM" else "f1"]
@@ -143,5 +145,5 @@ def evaluate(predictions: Sequence[str], data: Sequence[Any], metric: str, **kwa
         numbers = {name: number for number, name in enumerate(names)}
         return metrics.class_f1([numbers[p] for p in predictions], [numbers[d] for d in data])
     raise ConfigError(
-        f"unknown metric: metric={metric!r} (known: EM, ACC, QA-F1, Classification-F1)."
+        f"unknown metric: metric={metric!r} (supported: EM, ACC, QA-F1, Classification-F1)."
     )

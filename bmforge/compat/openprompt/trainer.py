@@ -172,7 +172,7 @@ class BaseRunner:
                 continue
             name = getattr(options, "name", "AdamW")
             if name.lower() != "adamw":
-                raise ConfigError(f"{part} optimize.name={name!r} is unknown (known: AdamW).")
+                raise ConfigError(f"{part} optimize.name={name!r} is unknown (supported: AdamW).")
             eps = getattr(options, "adam_epsilon", 1e-8)
             yield torch.optim.AdamW(parameters, lr=options.lr, eps=eps), _warmup_of(options)
 

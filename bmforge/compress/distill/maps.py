@@ -114,8 +114,8 @@ def _pick(stacks: Mapping[str, list[str]], part: str) -> dict[str, list[str]]:
     picked = {name: blocks for name, blocks in stacks.items() if part in name.split(".")}
     if len(picked) != 1:
         raise ConfigError(
-            f"unknown stack: stack={part!r} (known: {', '.join(stacks)}). Leave stack out to use "
-            "all stacks."
+            f"unknown stack: stack={part!r} (supported: {', '.join(stacks)}). Leave stack out "
+            "to use all stacks."
         )
     return picked
 

@@ -57,7 +57,7 @@ class PruneConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"unknown value: prune.{name}={getattr(self, name)!r} (known: "
+                    f"unknown value: prune.{name}={getattr(self, name)!r} (supported: "
                     f"{', '.join(choices)}).{suggest(str(getattr(self, name)), choices)}"
                 )
         problems = [*self._range_problems(), *self._method_problems()]

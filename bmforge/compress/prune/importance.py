@@ -53,7 +53,7 @@ def measure_importance(model: Any, batches: Iterable[Any] = (), by: By = "size")
     """
     if by not in get_args(By):
         raise ConfigError(
-            f"unknown importance: by={by!r} (known: "
+            f"unknown importance: by={by!r} (supported: "
             f"{', '.join(get_args(By))}).{suggest(by, get_args(By))}"
         )
     blocks = blocks_of(model)

@@ -92,7 +92,7 @@ class PruningPlan:
         for name, part in dict(value.get("layers") or {}).items():
             if unknown := sorted(set(part) - field_names):
                 raise ConfigError(
-                    f"the plan of {name} has the unknown field {unknown[0]!r} (known: "
+                    f"the plan of {name} has the unknown field {unknown[0]!r} (supported: "
                     f"{', '.join(sorted(field_names))}).{suggest(unknown[0], field_names)}"
                 )
             layers[name] = KeptIndices(**{key: _as_tuples(item) for key, item in part.items()})

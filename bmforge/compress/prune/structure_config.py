@@ -109,7 +109,7 @@ class StructureConfig:
         if self.target != "sizes" and not 0 < self.keep_ratio < 1:
             problems.append(f"keep_ratio={self.keep_ratio} must be above 0 and below 1")
         problems += [
-            f"gates has the unknown kind {kind!r} (known: {', '.join(GATE_KINDS)})"
+            f"gates has the unknown kind {kind!r} (supported: {', '.join(GATE_KINDS)})"
             for kind in self.gates
             if kind not in GATE_KINDS
         ]

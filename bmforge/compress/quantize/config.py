@@ -62,7 +62,7 @@ class QuantizeConfig:
             value = str(getattr(self, name))
             if value not in choices:
                 raise ConfigError(
-                    f"unknown value: quantize.{name}={value!r} (known: "
+                    f"unknown value: quantize.{name}={value!r} (supported: "
                     f"{', '.join(choices)}).{suggest(value, choices)}"
                 )
         problems = [*self._scheme_problems(), *self._method_problems()]

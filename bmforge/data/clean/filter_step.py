@@ -37,7 +37,7 @@ class RuleFilter:
         """Raise `ConfigError` if `rules` is not a known name."""
         if self.rules not in RULES:
             raise ConfigError(
-                f"unknown rules: rules={self.rules!r} (known: "
+                f"unknown rules: rules={self.rules!r} (supported: "
                 f"{', '.join(RULES)}).{suggest(self.rules, RULES)}"
             )
 

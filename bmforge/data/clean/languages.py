@@ -144,9 +144,8 @@ def _split_tag(tag: str) -> tuple[str, str]:
     code, script = code.lower(), script.capitalize()
     if code not in KNOWN:
         raise ConfigError(
-            f"unknown language: languages={tag!r} (known: ISO 639-1 codes such as en or zh, and "
-            "for languages without such a code ISO 639-3 codes such as "
-            f"yue).{suggest(code, sorted(KNOWN))}"
+            f"unknown language: languages={tag!r} (supported: ISO 639-1 codes such as en or zh, "
+            f"else ISO 639-3 codes such as yue).{suggest(code, sorted(KNOWN))}"
         )
     if script and script not in SCRIPTS:
         raise ConfigError(

@@ -96,7 +96,7 @@ class LicenseFilter:
         if self.policy not in POLICIES:
             policies = (ANY_LICENSE, *POLICIES)
             raise ConfigError(
-                f"unknown policy: license_policy={self.policy!r} (known: "
+                f"unknown policy: license_policy={self.policy!r} (supported: "
                 f"{', '.join(policies)}).{suggest(self.policy, policies)}"
             )
 

@@ -301,7 +301,7 @@ def _check_regions(regions: tuple[str, ...]) -> None:
     for region in regions:
         if region not in SUPPORTED_REGIONS:
             raise ConfigError(
-                f"unknown region: phone_regions contains {region!r} (known: ISO 3166-1 country "
+                f"unknown region: phone_regions contains {region!r} (supported: ISO 3166-1 country "
                 "codes such as US, DE or JP)."
             )
 
@@ -328,7 +328,7 @@ class MaskPrivate:
         for kind in self.kinds:
             if kind not in KINDS:
                 raise ConfigError(
-                    f"unknown kind: kinds contains {kind!r} (known: "
+                    f"unknown kind: kinds contains {kind!r} (supported: "
                     f"{', '.join(KINDS)}).{suggest(kind, KINDS)}"
                 )
         if self.regions:

@@ -147,7 +147,7 @@ def _bucket_bounds(
     for name in names:
         if name not in BUCKETS:
             raise ConfigError(
-                f"unknown bucket {name!r} in scores={option!r} (known: "
+                f"unknown bucket {name!r} in scores={option!r} (supported: "
                 f"{', '.join(BUCKETS)}).{suggest(name, BUCKETS)}"
             )
     places = sorted({BUCKETS.index(name) for name in names})

@@ -125,7 +125,7 @@ def _choose_tidy(names: Sequence[str]) -> TidyText:
     for name in names:
         if name not in _TIDY:
             raise ConfigError(
-                f"unknown repair: tidy contains {name!r} (known: "
+                f"unknown repair: tidy contains {name!r} (supported: "
                 f"{', '.join(_TIDY)}).{suggest(name, _TIDY)}"
             )
     scripts = [name for name in _SCRIPTS if name in names]

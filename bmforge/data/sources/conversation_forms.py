@@ -138,7 +138,7 @@ def _read_turn(turn: Any, location: str, images: bool) -> Message:
     if not isinstance(role, str) or not isinstance(text, str):
         raise _unknown_form(location)
     if role not in _ROLES:
-        raise DataError(f"{location}: from={role!r} is unknown (known: {', '.join(_ROLES)}).")
+        raise DataError(f"{location}: from={role!r} is unknown (supported: {', '.join(_ROLES)}).")
     others = {key: value for key, value in values.items() if key not in ("from", "value")}
     if role == "function_call":
         others["tool_calls"], text = _read_calls(text, location), ""

@@ -141,7 +141,7 @@ def list_files(
             raise DataError(f"input {str(path)!r} does not exist. Check the path.")
         elif not _is_input(path):
             raise DataError(
-                f"input {str(path)!r} has an unknown suffix (known: "
+                f"input {str(path)!r} has an unknown suffix (supported: "
                 f"{', '.join(_SUFFIXES)}, optionally followed by {' or '.join(PACKED)}). "
                 "Rename or convert the file."
             )

@@ -90,7 +90,7 @@ class BlockDataset:
         form: str = "pickle",
     ) -> None:
         if form not in _FORMS:
-            raise ConfigError(f"unknown form: form={form!r} (known: {sorted(_FORMS)}).")
+            raise ConfigError(f"unknown form: form={form!r} (supported: {sorted(_FORMS)}).")
         self.directory = Path(directory)
         self._load = _FORMS[form]
         self.files = _read_meta(self.directory / META_FILE, block_bytes)

@@ -36,7 +36,9 @@ def find_task(name: str) -> BenchmarkTask:
     for task_name, task in TASKS.items():
         if task_name.lower() == name.lower():
             return task
-    raise ConfigError(f"unknown task {name!r} (known: {', '.join(TASKS)}).{suggest(name, TASKS)}")
+    raise ConfigError(
+        f"unknown task {name!r} (supported: {', '.join(TASKS)}).{suggest(name, TASKS)}"
+    )
 
 
 def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
@@ -53,7 +55,7 @@ def read_task(name: str, folder: str | Path, split: str) -> list[TaskExample]:
     """
     if name not in TASKS:
         raise ConfigError(
-            f"unknown task {name!r} (known: {', '.join(TASKS)}).{suggest(name, TASKS)}"
+            f"unknown task {name!r} (supported: {', '.join(TASKS)}).{suggest(name, TASKS)}"
         )
     task = TASKS[name]
     return list(task.read(find_split(task, folder, split)))

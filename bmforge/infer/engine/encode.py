@@ -85,7 +85,7 @@ def embed(
 def check_pooling(pooling: str) -> None:
     """Raise `ConfigError` if the pooling is unknown."""
     if pooling not in ("mean", "first"):
-        raise ConfigError(f"unknown pooling: pooling={pooling!r} (known: mean, first).")
+        raise ConfigError(f"unknown pooling: pooling={pooling!r} (supported: mean, first).")
 
 
 def pool(states: Tensor, pooling: Pooling) -> Tensor:

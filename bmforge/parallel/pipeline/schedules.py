@@ -262,7 +262,7 @@ def problems(
     if name not in _RECIPES:
         return [
             (
-                f"schedule={name!r} is unknown (known: {', '.join(SCHEDULES)}"
+                f"schedule={name!r} is unknown (supported: {', '.join(SCHEDULES)}"
                 f"{suggest(name, SCHEDULES).replace(' Did', '; did')})"
             )
         ]

@@ -101,7 +101,7 @@ def find_device(
     if known_device is None:
         if memory_gib is None or half_tflops is None:
             raise ConfigError(
-                f"unknown GPU: --gpu {name!r} (known: "
+                f"unknown GPU: --gpu {name!r} (supported: "
                 f"{', '.join(DEVICES)}).{suggest(key, DEVICES)} For another GPU, pass "
                 "--gpu-memory GIB and --gpu-tflops N."
             )

@@ -277,7 +277,7 @@ def _base_id(text: str, tokenizer: CPMBeeTokenizer) -> int:
             name for name in tokenizer.special_tokens if name not in ("<s>", "</s>", "<pad>")
         ]
         raise DataError(
-            f"unknown special token {text} (known: {', '.join(allowed)}, also with a number "
+            f"unknown special token {text} (supported: {', '.join(allowed)}, also with a number "
             f"such as <mask_0>).{suggest(base, allowed)} Write << for the character <."
         )
     return tokenizer.special_tokens[base]

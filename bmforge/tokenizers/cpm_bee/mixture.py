@@ -323,7 +323,7 @@ def load_mixture(path: str | os.PathLike[str]) -> list[TaskSource]:
         for key in entry:
             if key not in _SOURCE_KEYS:
                 raise ConfigError(
-                    f"source {i} in {str(file)!r} has the unknown key {key!r} (known: "
+                    f"source {i} in {str(file)!r} has the unknown key {key!r} (supported: "
                     f"{', '.join(_SOURCE_KEYS)}).{suggest(key, _SOURCE_KEYS)}"
                 )
         if not all(isinstance(entry.get(key), str) for key in ("path", "task_name")):

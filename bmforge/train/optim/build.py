@@ -85,7 +85,7 @@ class OptimConfig:
         """Raise `ConfigError` for values out of range or without effect."""
         if self.name not in _UNUSED:
             raise ConfigError(
-                f"unknown optimizer: optim.name={self.name!r} (known: "
+                f"unknown optimizer: optim.name={self.name!r} (supported: "
                 f"{', '.join(_UNUSED)}).{suggest(self.name, _UNUSED)}"
             )
         for field in ("lr", "weight_decay", "eps", "muon_lr"):

@@ -135,7 +135,7 @@ class AttachedDelta:
         for key in options:
             if key not in option_names:
                 raise ConfigError(
-                    f"{type(self).__name__} has no option {key!r} (known: "
+                    f"{type(self).__name__} has no option {key!r} (supported: "
                     f"{', '.join(option_names)}, targets, name, exclude, train_also and "
                     f"seed).{suggest(key, option_names)}"
                 )

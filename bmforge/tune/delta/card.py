@@ -31,7 +31,7 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
     for key in facts:
         if key not in CARD_FIELDS:
             raise ConfigError(
-                f"unknown field of the model card: {key!r} (known: "
+                f"unknown field of the model card: {key!r} (supported: "
                 f"{', '.join(CARD_FIELDS)}).{suggest(key, CARD_FIELDS)}"
             )
     base = facts.get("base")

@@ -44,7 +44,7 @@ def combine_deltas(
     if not deltas:
         raise ConfigError("weights is empty. Pass at least one adapter with its weight.")
     if how not in ("concatenate", "svd", "sum"):
-        raise ConfigError(f"unknown method: how={how!r} (known: concatenate, svd, sum).")
+        raise ConfigError(f"unknown method: how={how!r} (supported: concatenate, svd, sum).")
     if (rank is not None) != (how == "svd"):
         raise ConfigError(
             f"rank={rank} and how={how!r} do not match. Pass a rank with how='svd', and leave rank "

@@ -86,7 +86,9 @@ def opendelta_type(
     """
     kind = str(config.get("delta_type"))
     if kind not in _TYPES:
-        raise ConfigError(f"unknown delta type: delta_type={kind!r} (known: {', '.join(_TYPES)}).")
+        raise ConfigError(
+            f"unknown delta type: delta_type={kind!r} (supported: {', '.join(_TYPES)})."
+        )
     options: dict[str, Any] = {}
     names = config.get("modified_modules")
     if kind == "soft_prompt":

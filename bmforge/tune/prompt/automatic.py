@@ -47,7 +47,7 @@ def find_label_tokens(
         ConfigError: a class has no examples, or all examples belong to one class.
     """
     if score not in ("llr", "ce"):
-        raise ConfigError(f"unknown score: score={score!r} (known: llr, ce).")
+        raise ConfigError(f"unknown score: score={score!r} (supported: llr, ce).")
     chances = logits.float().softmax(-1)
     log_yes, log_no = (chances + _TINY).log(), (1 - chances + _TINY).log()
     tokens = []

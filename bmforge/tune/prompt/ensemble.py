@@ -44,7 +44,7 @@ def classify_together(
             "Use classifiers with the same classes."
         )
     if mean not in ("probabilities", "logits"):
-        raise ConfigError(f"unknown mean: mean={mean!r} (known: probabilities, logits).")
+        raise ConfigError(f"unknown mean: mean={mean!r} (supported: probabilities, logits).")
     logits = torch.stack([each.classify(examples, **options) for each in classifiers])
     if mean == "logits":
         return logits.mean(0).log_softmax(-1)

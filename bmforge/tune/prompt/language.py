@@ -118,7 +118,7 @@ def _read_piece(text: str, begin: int, end: int, spaced: bool) -> Piece:
         near = difflib.get_close_matches(str(unknown[0]), _KEYS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         keys = ", ".join(sorted(_KEYS))
-        raise fail(f"unknown key {unknown[0]!r} (known: {keys}).{hint}")
+        raise fail(f"unknown key {unknown[0]!r} (supported: {keys}).{hint}")
     kinds = [key for key in _KINDS if key in values]
     kinds = [key for key in kinds if key != "soft_id"] or ["soft"] * ("soft_id" in values)
     if len(kinds) != 1:
@@ -193,7 +193,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
     if kind == "special" and value not in SPECIALS:
         near = difflib.get_close_matches(value, SPECIALS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise fail(f"unknown special token {value!r} (known: {', '.join(SPECIALS)}).{hint}")
+        raise fail(f"unknown special token {value!r} (supported: {', '.join(SPECIALS)}).{hint}")
 
 
 def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[[str], str] | None:
@@ -216,7 +216,7 @@ def _read_process(value: Any, fail: Callable[[str], TemplateError]) -> Callable[
     process = take_post_processing(value) if isinstance(value, str) else None
     if process is None:
         raise fail(
-            f"post_processing={value!r:.40} is unknown (known: "
+            f"post_processing={value!r:.40} is unknown (supported: "
             f"{', '.join(list_post_processing())})."
         )
     return process

@@ -90,7 +90,7 @@ class PTuningEncoder(nn.Module):
     def __init__(self, length: int, width: int, kind: str) -> None:
         super().__init__()
         if kind not in ("lstm", "mlp"):
-            raise ConfigError(f"unknown encoder: encoder={kind!r} (known: lstm, mlp).")
+            raise ConfigError(f"unknown encoder: encoder={kind!r} (supported: lstm, mlp).")
         self.inputs = nn.Embedding(length, width)
         both = 2 * width if kind == "lstm" else width
         self.lstm = (

@@ -68,7 +68,7 @@ class Template:
     ) -> None:
         if prompt_format and prompt_format not in PROMPT_FORMATS:
             raise ConfigError(
-                f"unknown format: prompt_format={prompt_format!r} (known: "
+                f"unknown format: prompt_format={prompt_format!r} (supported: "
                 f"{', '.join(PROMPT_FORMATS)})."
             )
         if behind not in _BEHIND:

@@ -31,7 +31,7 @@ def cut_parts(
             `room`.
     """
     if cut not in CUTS:
-        raise ConfigError(f"unknown method: cut={cut!r} (known: {', '.join(CUTS)}).")
+        raise ConfigError(f"unknown method: cut={cut!r} (supported: {', '.join(CUTS)}).")
     lengths = [len(ids) if shortenable else 0 for ids, shortenable in parts]
     excess = sum(len(ids) for ids, _ in parts) - room
     if excess > sum(lengths):

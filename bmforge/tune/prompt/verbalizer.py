@@ -60,7 +60,7 @@ class ManualVerbalizer(nn.Module):
     ) -> None:
         super().__init__()
         if join not in _JOININGS:
-            raise ConfigError(f"unknown method: join={join!r} (known: {', '.join(_JOININGS)}).")
+            raise ConfigError(f"unknown method: join={join!r} (supported: {', '.join(_JOININGS)}).")
         self.classes, self.words = read_words(words)
         self.join, self.normalize = join, normalize
         self.takes = "words" if join == "joint" else "logits"

@@ -60,7 +60,7 @@ class Attention(DistributedModule):
         more = {**_REST, "mask_value": float("-inf"), "pos_bias_type": "none", **others}
         if more["pos_bias_type"] not in _POSITIONS:
             raise ConfigError(
-                f"unknown position bias: pos_bias_type={more['pos_bias_type']!r} (known: "
+                f"unknown position bias: pos_bias_type={more['pos_bias_type']!r} (supported: "
                 f"{', '.join(_POSITIONS)})."
             )
         self.dim_head, self.num_heads = dim_head, num_heads
@@ -182,7 +182,7 @@ def _activation(name: str) -> Any:
     supported = ("relu", "gelu", "gelu_new", "silu")
     if name not in supported:
         raise ConfigError(
-            f"unknown activation: activate_fn={name!r} (known: {', '.join(supported)}, each "
+            f"unknown activation: activate_fn={name!r} (supported: {', '.join(supported)}, each "
             f'also with the prefix "gated_").{suggest(name, supported)}'
         )
     return get_activation(name)

@@ -304,8 +304,9 @@ class CPM1Config(Config):
             return super()._check(name, value)
         if value not in (("none",) if self._base is not None else ("relative", "none")):
             raise ConfigError(
-                f"pos_bias_type={value!r} is unknown (known: 'relative', ModelCenter's default, "
-                "and 'none', the released model's). Use the type of the checkpoint."
+                f"pos_bias_type={value!r} is unknown (supported: 'relative', ModelCenter's "
+                "default, and 'none', that of the released model). Use the type of the "
+                "checkpoint."
             )
 
 

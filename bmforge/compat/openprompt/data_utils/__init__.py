@@ -44,7 +44,7 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
     if name not in keys:
         names = ", ".join(PROCESSORS)
         raise DataError(
-            f"unknown dataset: dataset.name={name!r} (known: {names}).{suggest(name, keys)}"
+            f"unknown dataset: dataset.name={name!r} (supported: {names}).{suggest(name, keys)}"
         )
     processor = PROCESSORS[keys[name]]()
     splits: list[list[InputExample] | None] = []

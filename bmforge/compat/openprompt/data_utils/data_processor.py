@@ -135,7 +135,7 @@ class FileProcessor(DataProcessor):
             elif label is not None:
                 raise DataError(
                     f"{str(path)!r}, example {number + 1}: unknown label: label={label!r} "
-                    f"(known: {', '.join(map(str, indices))})."
+                    f"(supported: {', '.join(map(str, indices))})."
                 )
             examples.append(InputExample(**{"guid": str(number), **values}))
         return examples

@@ -166,7 +166,7 @@ class LAMAProcessor(DataProcessor):
         if strategy not in _VOCABULARY_FILES:
             strategies = ", ".join(["original", *_VOCABULARY_FILES])
             raise ConfigError(
-                f"unknown strategy: vocab_strategy={strategy!r} (known: {strategies})."
+                f"unknown strategy: vocab_strategy={strategy!r} (supported: {strategies})."
             )
         lists: dict[str, list[str]] = json.loads(read_text(folder / _VOCABULARY_FILES[strategy]))
         name = "gpt2-xl" if "gpt" in model_name else model_name
@@ -174,7 +174,7 @@ class LAMAProcessor(DataProcessor):
             name = "roberta-large"
         if name not in lists:
             raise ConfigError(
-                f"there is no vocabulary list for model_name={model_name!r} (known: "
+                f"there is no vocabulary list for model_name={model_name!r} (supported: "
                 f"{', '.join(lists)})."
             )
         return lists[name]

@@ -74,7 +74,7 @@ def load_plm(
         return registered, tokenizer, registered.config, classes.wrapper
     if model_name not in _WRAPPERS:
         raise ConfigError(
-            f"unknown model: model_name={model_name!r} (known: "
+            f"unknown model: model_name={model_name!r} (supported: "
             f"{', '.join(_WRAPPERS)}).{suggest(model_name, _WRAPPERS)}"
         )
     wrapper, head = _WRAPPERS[model_name]
