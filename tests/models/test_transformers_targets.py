@@ -88,6 +88,17 @@ def test_quantized_directory_opens_again(tmp_path: Path) -> None:
         assert torch.equal(opened(tokens()).logits, whole(tokens()).logits)
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+def test_a_quantized_directory_decodes_with_the_cache(kind: str, tmp_path: Path) -> None:
+    """Its architecture is tested as that of the plain model, although it is built on meta."""
+    twin(kind).save_pretrained(tmp_path / "plain")
+    quantize_directory(tmp_path / "plain", tmp_path / "int8", "int8")
+    plain = AutoModel.from_pretrained(tmp_path / "plain", backend="transformers")
+    quantized = AutoModel.from_pretrained(tmp_path / "int8")
+    assert quantized.behavior == plain.behavior
+    assert quantized.behavior.caches
+
+
 def test_what_stays_float_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = twin("granitemoe")
     with caplog.at_level(logging.WARNING, logger="bmforge"):

@@ -95,7 +95,12 @@ class TransformersModel(Model):
     @classmethod
     def describe(cls, config: Any, dtype: torch.dtype) -> TransformersModel:
         """Build the model of a config on the meta device, without adapters and other changes."""
-        return cls(config, dtype)
+        model = cls(config, dtype)
+        if config.changes:
+            # Changes ask for the behavior while they build modules on the meta device without
+            # initializing them, where no small copy could be tested.
+            _ = model.behavior
+        return model
 
     def train(self, mode: bool = True) -> TransformersModel:
         """Set training or eval mode in this module and in the transformers model."""
