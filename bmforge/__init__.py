@@ -1,4 +1,4 @@
-"""bmforge: pretrain, fine-tune and run large models on little hardware.
+"""bmforge: pretrain, fine-tune and run large models on modest hardware.
 
 Start reading at `recipes/`, which has complete runs, then `train/trainer.py` and `models/gpt2.py`.
 CONTRIBUTING.md describes the packages and which other packages each may import.

@@ -134,7 +134,7 @@ class DuplicatesConfig:
         near_duplicates: minimum Jaccard similarity, from 0.3 to 1, of the sets of word 5-grams of
             two documents; of similar documents, only one is kept (if None: drop only exact
             duplicates).
-        repeated_paragraphs: minimum length in characters, such as 50, of paragraphs that are
+        repeated_paragraphs: minimum length in characters, for example 50, of paragraphs that are
             removed if they occurred before in any document (if None: remove none).
         repeated_spans: minimum length in words or Chinese characters, at least 50, of passages that
             are removed if they occurred before in any document (if None: remove none).

@@ -40,32 +40,35 @@ class PolicyConfig:
     """Options of a policy loss. Fields that are None take the default of the method (`METHODS`).
 
     Args:
-        advantage: estimator of the advantages. "group": normalized within the answers to a prompt;
-            "gae": generalized advantage estimation for each token, with a value model (if None: the
-            method's default).
+        advantage: estimator of an answer's advantage. "group": reward minus the group mean, divided
+            by the group's standard deviation; "batch": divided by the batch's standard deviation;
+            "mean": not divided; "leave_one_out": reward minus the mean of the group's other
+            answers; "whitened": normalized over all tokens of the batch; "gae": generalized
+            advantage estimation for each token, with a value model (if None: the method's default).
         ratio: probability ratio pi/old in the loss. "token": ratio of each token; "sequence": exp
             of the mean log-ratio of the answer (GSPO); "sequence_token": the same value, with
             per-token gradients (GSPO-token); "sequence_sum": exp of the summed log-ratios of the
-            answer (if None: the method's default).
+            answer (if None: sequence for gspo, sequence_sum for rloo, else token).
         clip: form of the policy loss. "ppo": clipped surrogate of PPO; "cispo": policy gradient
-            with a clipped weight; "none": policy gradient without clipping (if None: the method's
-            default).
-        clip_low: the ratio is clipped below at 1 - clip_low; for clip "ppo" only (if None: the
-            method's default).
-        clip_high: the ratio is clipped above at 1 + clip_high, or at clip_high for clip "cispo" (if
-            None: the method's default).
+            with a clipped weight; "none": policy gradient without clipping (if None: cispo for
+            cispo, else ppo).
+        clip_low: distance from 1 to the lower clipping bound of the ratio, which is 1 - clip_low;
+            for clip "ppo" only (if None: 0.0003 for gspo, else 0.2).
+        clip_high: distance from 1 to the upper clipping bound of the ratio, which is 1 + clip_high;
+            for clip "cispo", the upper bound itself (if None: 0.28 for dapo, 0.0004 for gspo, 5 for
+            cispo, else 0.2).
         clip_dual: upper bound, above 1, of the ratio for negative advantages (dual-clip PPO, arXiv
-            1912.09729); for clip "ppo" only (if None: the method's default).
+            1912.09729); for clip "ppo" only (if None: no bound).
         normalize: averaging of the token losses. "sequence": mean over each answer, then over
             answers; "token": mean over all tokens of the step; "fixed": sum over all tokens divided
             by answers x max_new_tokens; "sum": sum over each answer, then mean over answers (if
-            None: the method's default).
+            None: sequence for grpo, rloo and gspo, fixed for dr_grpo, else token).
         beta: coefficient of the KL divergence to the reference model; 0 uses no reference model (if
-            None: the method's default).
+            None: 0.05 for rloo and ppo, else 0).
         kl: estimator of the KL divergence: "k1" = log pi - log ref; "k2" = k1^2 / 2; "k3" = ref/pi
-            - 1 + k1 (if None: the method's default).
-        kl_in: place of the KL divergence: "reward" subtracts it from the reward, "loss" adds it to
-            the loss (if None: the method's default).
+            - 1 + k1 (if None: k1 for rloo, reinforce++ and ppo, else k3).
+        kl_in: use of the KL divergence: "reward" subtracts it from the reward, "loss" adds it to
+            the loss (if None: reward for rloo, reinforce++ and ppo, else loss).
         kl_importance: multiply the KL divergence in the loss by pi/old, so that its gradient is
             that of the reverse KL divergence; called use_bias_correction_kl in TRL (if None: on).
         correction: importance correction if sampler and trained policy differ, by the weight

@@ -45,8 +45,8 @@ class ValueConfig:
         init_from: initial value model, as a directory, hub id or short name: a reward model, or a
             language model, which gets a new head (if None: the initial policy with a new head).
         lr: peak learning rate of the value model.
-        cliprange: maximum change of a value, relative to its value at the rollout, that the clipped
-            loss of the value model rewards.
+        cliprange: maximum difference between a value and its value at the rollout in the clipped
+            value loss.
     """
 
     init_from: str | None = None

@@ -50,7 +50,7 @@ class GenerateCommand:
         chat: render the prompt with the model's chat template, and print only the answer.
         image: image files for a vision-language model; the chat template puts them before the
             prompt.
-        audio: audio file for a speech model such as Whisper to transcribe; replaces the prompt.
+        audio: audio file that a speech model such as Whisper transcribes; replaces the prompt.
         language: language of the audio, such as en (if None: detected from the audio).
         transcript_format: format of a transcript: text, or subtitles with times as srt or vtt (if
             None: text).

@@ -20,7 +20,8 @@ class PlanCommand:
         task: training task to plan. For preferences and reward, a sequence is a pair of answers;
             for rl and distill, the plan includes the generation of answers.
         reference: reference model of preferences, or of rl with rl.beta above 0: adapter (the base
-            model without the adapter), copy or precomputed (if None: the task's default).
+            model without the adapter), copy or precomputed (if None: for preferences, adapter with
+            an adapter, else copy; for rl, none).
         reference_dtype: dtype of the copied reference model of preferences: int8 or int4 (if None:
             fp32).
         reference_offload: keep the copied reference model of preferences in host memory during
@@ -33,7 +34,7 @@ class PlanCommand:
         max_num_seqs: number of answers that rl and distill generate concurrently (if None: 64).
         set: fields of the model's config to change, as FIELD=VALUE.
         changes: structural changes to the model, such as adapters or pruning, as JSON text or a
-            JSON file, as in `train`.
+            JSON file (if None: no changes).
         freeze_base: train only the modules that `changes` adds; freeze the other weights.
         adapter: kind of adapter to train on all linear layers, such as lora (if None: train the
             whole model).

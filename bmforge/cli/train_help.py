@@ -24,19 +24,19 @@ _ROLLOUT_TASKS = ("rl", "distill")
 # Group -> its options; the option -> description.
 _GROUPS = {
     "model and data": {
-        "--model NAME_OR_DIR": "directory or hub id; preset or family for random initialization",
+        "--model NAME_OR_DIR": "directory or hub id, or a preset or family for random weights",
         "--data PATH ...": "training data: files or directories",
         "--seq-len N": "maximum sequence length in tokens",
         "--template FILE_OR_NAME": "chat template (default: the tokenizer's)",
         "--data.validation PATH ...": "validation data, evaluated at the end",
-        "--data.validation-fraction X": "hold out this fraction of the data instead",
+        "--data.validation-fraction X": "fraction to hold out, instead of --data.validation",
     },
     "training": {
         "--epochs N": "number of epochs (instead of --steps)",
         "--steps N": "total number of optimizer steps",
         "--lr X": "peak learning rate",
-        "--train.schedule.kind NAME": "schedule: constant, linear, cosine, wsd, ...",
-        "--train.schedule.warmup-steps N": "warm-up steps of the learning rate",
+        "--train.schedule.kind NAME": "learning-rate schedule: constant, linear, cosine, wsd, ...",
+        "--train.schedule.warmup-steps N": "number of steps of linear warm-up",
         "--batch-size N": "global batch size: sequences per optimizer step, over all processes",
         "--micro-batch-size N": "sequences per forward and backward pass of one process",
         "--data.grad-accum-steps N": "gradient accumulation steps (instead of --batch-size)",
@@ -50,15 +50,15 @@ _GROUPS = {
         "--adapter KIND": "train an adapter, such as lora",
         "--adapter.rank N": "rank of LoRA (default: 8)",
         "--adapter.alpha X": "numerator of LoRA's scale, alpha / rank",
-        "--adapter.target-modules NAME ...": "layers with an adapter (default of lora: all-linear)",
+        "--adapter.target-modules NAME ...": "adapted layers (default for lora: all-linear)",
         "--base-dtype TYPE": "dtype of the frozen base model: int4 (QLoRA), int8, bf16",
         "--adapter.merge": "export the merged model instead of the adapter",
     },
     "outputs": {
         "--run-dir DIR": "directory of the run; run the same command again to resume",
-        "--train.eval-every-steps N": "also evaluate during training",
+        "--train.eval-every-steps N": "also evaluate every N steps during training",
         "--train.save-every-steps N": "save a checkpoint every N steps",
-        "--wandb-project NAME": "log to Weights & Biases",
+        "--wandb-project NAME": "Weights & Biases project to log metrics to",
         "--push-to-hub ID": "upload the export to this hub repository (private if it is new)",
     },
     "memory and several GPUs (started with torchrun)": {

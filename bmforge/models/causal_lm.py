@@ -66,7 +66,7 @@ class DecoderSpec(StackSpec):
         embed_scale: factor on the embedding.
         rounds_embed_scale: round `embed_scale` to the dtype of the embedding first (Gemma).
         final_norm: norm after the last block.
-        head_bias: bias of the language-model head.
+        head_bias: use a bias in the language-model head.
         head_scale: factor on the input of the language-model head.
         head_softcap: cap c of the logits z, which become ``c * tanh(z / c)``; None for no cap.
         balance_weight: weight of the experts' load-balancing loss; None disables it.

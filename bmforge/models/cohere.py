@@ -21,7 +21,7 @@ class CohereConfig(LlamaLikeConfig):
     """Config of Command R; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
         logit_scale: factor on the logits.
     """
 

@@ -22,7 +22,7 @@ class Cohere2Config(LayerTypesConfig):
     """Config of Command R7B; other fields are those of `LayerTypesConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
         logit_scale: factor on the logits.
     """
 

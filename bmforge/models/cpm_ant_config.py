@@ -38,8 +38,8 @@ class CPMAntConfig(CPMLiveConfig):
         prompt_length: length of a prompt in tokens.
         segment_types: number of segment types.
         task_id: index of the prompt for plain text.
-        prompts_in_vocabulary: prompts are embedding rows after the vocabulary (CPM-Ant+).
-        folded: the weights include the muP scales, as in transformers.
+        prompts_in_vocabulary: store the prompts as embedding rows after the vocabulary (CPM-Ant+).
+        folded: True if the weights already include the muP scales, as in transformers.
     """
 
     family: ClassVar[str] = "cpm_ant"

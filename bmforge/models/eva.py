@@ -37,7 +37,7 @@ class EVAConfig(Seq2SeqConfig):
     """Config of EVA; other fields are those of `Seq2SeqConfig`.
 
     Args:
-        attn_scale: whether attention scores are divided by sqrt(H), as in EVA 2.0.
+        attn_scale: divide the attention scores by sqrt(H), as in EVA 2.0.
         activation: activation of the MLP's gate.
         init_std: factor on T5's standard deviations.
     """

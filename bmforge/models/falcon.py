@@ -33,8 +33,8 @@ class FalconConfig(LlamaLikeConfig):
         new_decoder_architecture: in the fused projection, the rows of each key-value head follow
             those of its query heads (Falcon-40B, 180B and 11B); False for Falcon-7B, which has one
             key-value head, and for models with as many key-value heads as query heads.
-        parallel_norms: attention and MLP have a norm each (Falcon-40B, 180B).
-        parallel_attn: attention and MLP both use the block's input.
+        parallel_norms: use separate norms for attention and MLP (Falcon-40B, 180B).
+        parallel_attn: compute attention and MLP in parallel, both from the block's input.
         bias: use biases in all projections.
         dropout: dropout probability of the outputs of attention and MLP.
     """

@@ -59,7 +59,7 @@ class GemmaConfig(LlamaLikeConfig):
     """Config of Gemma 1; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
     """
 
     family: ClassVar[str] = "gemma"
@@ -107,7 +107,7 @@ class Gemma2Config(LayerTypesConfig):
     """Config of Gemma 2; other fields are those of `LayerTypesConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
         query_size: width whose inverse square root is the factor on the attention scores.
         attn_softcap: cap of the attention scores; None for no cap.
         logit_softcap: cap of the logits; None for no cap.
@@ -160,7 +160,7 @@ class Gemma3Config(LocalRotaryConfig):
     """Config of Gemma 3's text model; other fields are those of `LocalRotaryConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
         query_size: width whose inverse square root is the factor on the attention scores.
     """
 

@@ -33,7 +33,7 @@ class GLM4Config(PartialRotaryConfig):
 
     Args:
         model_type: "glm4", or "glm" for models without norms after the sublayers.
-        qkv_bias: biases on q, k and v.
+        qkv_bias: use biases on q, k and v.
     """
 
     family: ClassVar[str] = "glm4"

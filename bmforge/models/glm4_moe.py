@@ -33,7 +33,7 @@ class GLM4MoeConfig(SharedExpertsConfig, PartialRotaryConfig):
     """Config of GLM-4.5; other fields are those of `SharedExpertsConfig` and `PartialRotaryConfig`.
 
     Args:
-        attn_bias: biases on q, k and v.
+        attn_bias: use biases on q, k and v.
         uses_qk_norm: normalize q and k per head.
     """
 

@@ -28,7 +28,7 @@ class GPT2Config(ModelConfig):
         dropout: dropout probability of each sublayer's output.
         embed_dropout: dropout probability of the embedding; None means `dropout`.
         attn_dropout: dropout probability of attention weights.
-        bias: whether attention and MLP have biases, as in the published models.
+        bias: use biases in attention and MLP, as in the published models.
 
     CPM-Pretrain has models without biases and with a head_dim other than hidden_size / num_heads;
     they are saved with fields that transformers does not know.

@@ -37,9 +37,9 @@ class GPTNeoXConfig(PartialRotaryConfig):
     """Config of GPT-NeoX; other fields are those of `PartialRotaryConfig`.
 
     Args:
-        parallel_residual: attention and MLP both use the block's input; if False, the MLP runs
-            after attention.
-        attn_bias: biases on q, k, v and o.
+        parallel_residual: compute attention and MLP in parallel, both from the block's input; if
+            False, the MLP runs after attention.
+        attn_bias: use biases on q, k, v and o.
         dropout: dropout probability of the embedding and of the outputs of attention and MLP.
     """
 

@@ -31,7 +31,7 @@ class GptOssConfig(LayerTypesConfig, MixtralConfig):
     """Config of gpt-oss; other fields are those of `LayerTypesConfig` and `MixtralConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
         swiglu_limit: limit on the inputs of the experts' gate.
     """
 

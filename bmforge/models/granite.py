@@ -31,8 +31,8 @@ class GraniteConfig(LlamaLikeConfig):
     """Config of Granite; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
-        mlp_bias: biases in the MLP.
+        attn_bias: use biases on q, k, v and o.
+        mlp_bias: use biases in the MLP.
         embed_scale: factor on the embedding.
         residual_scale: factor on the outputs of attention and MLP.
         attn_scale: factor on the attention scores.

@@ -17,8 +17,8 @@ class InternLM3Config(LlamaLikeConfig):
     """Config of InternLM3; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
-        mlp_bias: biases in the MLP.
+        attn_bias: use biases on q, k, v and o.
+        mlp_bias: use biases in the MLP.
     """
 
     family: ClassVar[str] = "internlm3"

@@ -35,8 +35,8 @@ class LlamaConfig(LlamaLikeConfig):
     """Config of Llama; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
-        mlp_bias: biases in the MLP.
+        attn_bias: use biases on q, k, v and o.
+        mlp_bias: use biases in the MLP.
     """
 
     family: ClassVar[str] = "llama"

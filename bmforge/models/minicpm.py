@@ -75,7 +75,7 @@ class MiniCPMConfig(LlamaLikeConfig):
         depth_scale: factor on each sublayer's output, divided by sqrt(num_layers).
         base_hidden_size: hidden size of the muP base model; the input of the language-model
             head is divided by hidden_size / base_hidden_size.
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
     """
 
     family: ClassVar[str] = "minicpm"

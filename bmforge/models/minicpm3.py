@@ -31,7 +31,7 @@ class MiniCPM3Config(LatentConfig):
         depth_scale: factor on each sublayer's output, divided by sqrt(num_layers).
         base_hidden_size: hidden size of the muP base model; the input of the language-model
             head is divided by hidden_size / base_hidden_size.
-        attn_bias: biases on the projections to the latents and on the output projection.
+        attn_bias: use biases on the projections to the latents and on the output projection.
     """
 
     family: ClassVar[str] = "minicpm3"

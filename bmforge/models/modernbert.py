@@ -54,10 +54,10 @@ class ModernBertConfig(EncoderConfig):
             layers 0, 3, 6, ... attend to all tokens and the others are local.
         rope_theta: base of the rotary frequencies of the layers that attend to all tokens.
         local_rope_theta: base of the rotary frequencies of the local layers.
-        attn_bias: biases on q, k, v and o.
-        mlp_bias: biases in the MLP.
-        norm_bias: biases in the norms.
-        head_bias: bias in the first layer of the heads.
+        attn_bias: use biases on q, k, v and o.
+        mlp_bias: use biases in the MLP.
+        norm_bias: use biases in the norms.
+        head_bias: use a bias in the first layer of the heads.
         head_activation: activation function of the prediction heads.
         classifier_pooling: "cls" to classify a sequence by its first token, or "mean".
     """

@@ -36,7 +36,7 @@ class OLMo2Config(LlamaLikeConfig):
     """Config of OLMo 2; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
     """
 
     family: ClassVar[str] = "olmo2"
@@ -73,7 +73,7 @@ class OLMo3Config(LocalRotaryConfig):
     """Config of OLMo 3; other fields are those of `LocalRotaryConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
     """
 
     family: ClassVar[str] = "olmo3"

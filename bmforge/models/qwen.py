@@ -47,7 +47,7 @@ class QwenConfig(LlamaLikeConfig):
 
     Args:
         model_type: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" normalizes q and k.
-        attn_bias: biases on q, k, v and o (qwen3 only).
+        attn_bias: use biases on q, k, v and o (qwen3 only).
         window: size of the sliding window in `window_layers`, in tokens; 0 for no window.
         window_layers: indices of the layers with a window.
     """

@@ -33,7 +33,7 @@ class Qwen3MoeConfig(MixtralConfig):
         normalize_weights: normalize the weights of a token's experts to sum to 1.
         sparse_step: every `sparse_step`-th layer has experts.
         dense_layers: indices of additional layers without experts.
-        attn_bias: biases on q, k, v and o.
+        attn_bias: use biases on q, k, v and o.
     """
 
     family: ClassVar[str] = "qwen3_moe"
@@ -136,7 +136,7 @@ class Qwen2MoeConfig(Qwen3MoeConfig):
 
     Args:
         shared_size: hidden width F of the shared expert, which has its own gate.
-        attn_bias: biases on q, k and v.
+        attn_bias: use biases on q, k and v.
         window_layers: indices of the layers with a window.
     """
 

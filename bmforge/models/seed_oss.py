@@ -17,9 +17,9 @@ class SeedOssConfig(LlamaLikeConfig):
     """Config of Seed-OSS; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k and v.
-        out_bias: bias on the output projection o.
-        mlp_bias: biases in the MLP.
+        attn_bias: use biases on q, k and v.
+        out_bias: use a bias on the output projection o.
+        mlp_bias: use biases in the MLP.
         dropout: dropout probability of the outputs of attention and MLP.
     """
 

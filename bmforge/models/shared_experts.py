@@ -54,7 +54,7 @@ class SharedExpertsConfig(LlamaLikeConfig):
         top_groups: number of groups from which the experts of a token are chosen.
         normalize_weights: normalize the weights of a token's experts to sum to 1.
         weight_scale: factor on the weights of a token's experts.
-        attn_bias: biases in attention.
+        attn_bias: use biases in attention.
     """
 
     hf_names: ClassVar[dict[str, str]] = SHARED_EXPERT_NAMES

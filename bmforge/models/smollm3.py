@@ -22,8 +22,8 @@ class SmolLM3Config(LlamaLikeConfig):
     """Config of SmolLM3; other fields are those of `LlamaLikeConfig`.
 
     Args:
-        attn_bias: biases on q, k, v and o.
-        mlp_bias: biases in the MLP.
+        attn_bias: use biases on q, k, v and o.
+        mlp_bias: use biases in the MLP.
         unrotated_every: every `unrotated_every`-th layer does not use RoPE (NoPE).
         rotated_layers: one number per layer, 1 for RoPE or 0 for none; derived from
             `unrotated_every` if empty.

@@ -28,7 +28,7 @@ class StableLMConfig(PartialRotaryConfig):
     """Config of StableLM; other fields are those of `PartialRotaryConfig`.
 
     Args:
-        qkv_bias: biases on q, k and v.
+        qkv_bias: use biases on q, k and v.
     """
 
     family: ClassVar[str] = "stablelm"

@@ -45,7 +45,7 @@ class ViTConfig(ModelConfig):
         patch_size: height and width of a patch in pixels.
         num_channels: number of channels of the images.
         activation: activation of the MLP, such as gelu, gelu_new, relu or silu.
-        qkv_bias: biases on q, k and v.
+        qkv_bias: use biases on q, k and v.
         dropout: dropout probability of embeddings and of each sublayer's output.
         attn_dropout: dropout probability of attention weights.
         pooler_size: width of `pooler_output`; 0 means D.

@@ -77,7 +77,8 @@ class Layout:
             or dualpipev.
         pp_stages_per_rank: number of pipeline stages per rank (if None: the minimum of the
             schedule).
-        pp_cut: number of blocks in each pipeline stage (if empty: balanced by `pp_balance`).
+        pp_cut: number of blocks in each pipeline stage, as one number per stage (if empty: balanced
+            by `pp_balance`).
         pp_balance: quantity that is balanced over the pipeline stages: "flops" (FLOPs per token) or
             "parameters".
     """

@@ -57,7 +57,8 @@ class OnPolicyDistillationConfig(RunConfig):
             loss_add_tail. 0 compares the whole vocabulary. Tensor, pipeline and context parallelism
             require a value above 0; they also shard the teacher.
         rollout: options for generating answers.
-        template: chat template for prompts that are conversations, as in `train conversations`.
+        template: chat template for prompts that are conversations: a file, or a name such as chatml
+            or llama3 (if None: the template of the tokenizer).
     """
 
     data: PromptConfig = field(default_factory=PromptConfig)

@@ -43,7 +43,8 @@ class AccessConfig:
 
     Args:
         keys_file: file with one API key per line; the environment variable BMFORGE_API_KEYS can
-            hold further keys, separated by commas.
+            hold further keys, separated by commas (if None: only the keys in the environment
+            variable).
         allow_no_key: serve all clients without an API key.
         allow_hosts: host names, in addition to localhost, that are accepted in the Host header of
             requests without an API key.

@@ -19,9 +19,8 @@ class TrainConfig:
 
     Args:
         steps: total number of optimizer steps.
-        num_epochs: number of epochs over a finite loader; training ends after them or after
-            `steps`, whichever comes first. For the Python API: the loaders of `bmforge train` are
-            endless; use `epochs`.
+        num_epochs: number of epochs over a finite loader of the Python API; training ends after
+            them or after `steps`, whichever comes first. `bmforge train` uses `epochs` instead.
         seed: random seed of dropout; `seed` sets that of the weights, and `data.seed` that of the
             sample order.
         precision: dtype of the computation. In the Python API, it must be the precision with which
@@ -40,7 +39,7 @@ class TrainConfig:
             which training stops; requires eval_every_steps (if None: train all steps).
         early_stopping_threshold: minimum decrease of the evaluation loss, in nats, that counts as
             an improvement.
-        save_every_steps: number of steps between checkpoints; None to save only at the end.
+        save_every_steps: number of steps between checkpoints; None saves only at the end.
         keep_last: number of most recent checkpoints to keep.
         keep_every_steps: also keep checkpoints whose step is a multiple of this number (if None:
             only the most recent ones).
