@@ -50,6 +50,7 @@ class _OffloadedTensor:
         self._host = pool.take(tensor.numel(), tensor.dtype)
         self._left = engine.copy_(self._shaped(self._host), tensor.detach(), f"out {label}")
         self._back: tuple[Tensor, CopyHandle] | None = None
+        # Keeps the device memory until `release`: the copy may still read it.
         self._source: Tensor | None = tensor
         self._version = tensor._version
 
@@ -61,6 +62,8 @@ class _OffloadedTensor:
         """Free the device tensor once its copy to the host is complete."""
         if self._source is None:
             return
+        # Only the stream waits on an accelerator, so the host does not stop between blocks; later
+        # kernels that reuse the memory are queued behind the copy.
         self._left.wait()
         assert self._source._version == self._version, (
             f"{self._label} was modified in place after it was saved for backward"
@@ -97,7 +100,10 @@ class _Call:
 
     def __init__(self, number: int, before: _Call | None) -> None:
         self.number = number
+        # Only autograd's graph holds the tensors: their buffers return to the pool as soon as
+        # backward has used them or the graph is freed.
         self.slots: weakref.WeakSet[_OffloadedTensor] = weakref.WeakSet()
+        # Weak: a strong chain would keep every earlier call of the run alive.
         self._before = None if before is None else weakref.ref(before)
         self._is_prefetched = False
 
@@ -179,6 +185,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     record, slot = packed
+    # The first tensor that backward unpacks shows that the backward of this block has begun.
     record.prefetch()
     return slot.get()
 

@@ -65,6 +65,8 @@ class CopyHandle:
     def finish(self, error: BaseException | None = None, event: torch.Event | None = None) -> None:
         """Mark the task as done, as failed, or as done once the device reaches `event`."""
         self._error, self._device_event = error, event
+        # The fields above are written before this line, so a thread that waits reads their last
+        # values.
         self._finished.set()
 
     def wait(self) -> None:
@@ -75,6 +77,8 @@ class CopyHandle:
         self._join()
         if self._device_event is not None:
             device = self._device_event.device
+            # The stream waits instead of the thread, so later kernels can be queued while the copy
+            # runs.
             torch.accelerator.current_stream(device).wait_event(self._device_event)
 
     def wait_on_host(self) -> None:
@@ -254,6 +258,8 @@ class _StreamCopies(CopyEngine):
     ) -> CopyHandle:
         ticket = CopyHandle(label, self.note)
         self.note("submitted", label)
+        # Without this the copy could read `source` before the kernel that computes it has run, or
+        # overwrite `target` while an earlier kernel still reads it.
         self._stream.wait_event(after or self.mark())
         with torch.no_grad(), self._stream:
             target.copy_(source, non_blocking=True)
@@ -266,6 +272,8 @@ class _StreamCopies(CopyEngine):
         return ticket
 
     def new_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # Copies from pageable memory are not asynchronous, and slower: 7.4 instead of 55 GB/s on an
+        # H200.
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

@@ -59,6 +59,7 @@ class DirectReader:
         Raises:
             OSError: the file is too short, or cannot be read.
         """
+        # An anonymous mapping starts at a page, as direct reads require; `bytearray` does not.
         buffer = self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)
         try:
             self._read(descriptor, target, offset, memoryview(buffer))

@@ -45,6 +45,8 @@ class CopyLimit:
         """Add a copy, and block until the bytes of unfinished copies are below the limit."""
         while self._sent and self._total_bytes > self._limit_bytes:
             oldest, size = self._sent.popleft()
+            # The copies end in order of submission, so the oldest is the first that can free
+            # memory.
             oldest.wait_on_host()
             self._total_bytes -= size
         self._sent.append((ticket, size_bytes))
@@ -163,7 +165,11 @@ class OffloadedGradient:
             self._norm = torch.linalg.vector_norm(gradient, dtype=self.dtype)
         staging = self._engine.new_host(tuple(gradient.shape), gradient.dtype)
         copied = self._engine.copy_(staging, gradient, f"gradient of {self._label}")
+        # The copy engine holds the gradient's memory until the copy is done; autograd starts a new
+        # sum.
         parameter.grad = None
+        # The task runs later, when `self._first` may belong to another step, so it takes this
+        # value.
         before = self._first
         self._first = staging.view(-1) if is_first else None
 
@@ -179,6 +185,7 @@ class OffloadedGradient:
             if self._home.is_on_disk:
                 self._home.put(0, values)
             return
+        # The second micro-batch moves the first one, kept in its own dtype so far, to the fp32 sum.
         if before is not None and not self._home.is_on_disk:
             self._home.put(0, before)
         total = self._home.fetch().add_(values.to(self.dtype))

@@ -38,6 +38,7 @@ def spread_blocks_(
         ConfigError: a block already has such a hook.
     """
     arrivals = {device: _MovedTensors(device) for device in places.values()}
+    # The blocks of one container are one stack; encoder and decoder each end on the home device.
     last = {name.rpartition(".")[0]: name for name in places}
     for name, device in places.items():
         returns = home is not None and last[name.rpartition(".")[0]] == name
@@ -100,4 +101,5 @@ def _run_there(
     go_home = partial(tree_map_only, Tensor, lambda tensor: tensor.to(home))
     if returns or isinstance(out, Mapping):
         return go_home(out)
+    # Only the first output, the hidden states, stays for the next block.
     return type(out)((out[0], *go_home(out[1:]))) if type(out) in (tuple, list) else out

@@ -87,6 +87,8 @@ class OffloadConfig:
 
     def leaves(self, device: torch.device) -> bool:
         """Return True if gradients are copied from `device` to the host during backward."""
+        # On a CPU a copy to the host frees no memory, so "auto" leaves the gradients in place
+        # there.
         return self.gradients == "leave" or (self.gradients == "auto" and not is_host(device))
 
 
@@ -115,6 +117,7 @@ def check_host_memory(needed_bytes: int) -> None:
     Raises:
         ConfigError: the host has less free memory than its processes need.
     """
+    # torchrun's number of processes on this host, which share its memory.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     available = available_host_bytes()
     if available is not None and needed_bytes * local > available:

@@ -42,6 +42,8 @@ class RunOrder:
         before, self._now = self._now, step
         if before is None:
             return
+        # One different successor is an exception, such as the end of a text, and must not change
+        # the prediction; the second one is the new order.
         if before in self._doubted or self._followers.setdefault(before, step) == step:
             self._followers[before] = step
             self._doubted.discard(before)
@@ -66,6 +68,7 @@ class RunOrder:
             seen.add(step)
             if step.block not in blocks:
                 blocks.append(step.block)
+        # A block that runs again next, as a single decoder block does, keeps its slot.
         if not with_this and len(blocks) < count and self._now.block not in blocks:
             blocks.append(self._now.block)
         return blocks

@@ -12,6 +12,7 @@ from bmforge.memory.copies import CopyEngine, CopyHandle
 
 __all__ = ["PackedBlock", "Slot", "replace_with_stub_", "packed_bytes"]
 
+# A view of a wider dtype needs an aligned offset; 64 bytes are also a cache line.
 _ALIGN_BYTES = 64
 
 
@@ -45,6 +46,7 @@ class PackedBlock:
         self.prefix, self.module, self.parameters = prefix, module, parameters
         self.is_on_host = is_on_host
         self.kept: Tensor | None = None
+        # Stubs are made once, because blocks are hidden in every pass.
         self._stubs = {name: _make_stub(p, device) for name, p in parameters.items()}
         self.places: dict[str, tuple[int, int]] = {}
         self.size_bytes = 0
@@ -62,6 +64,8 @@ class PackedBlock:
     def show(self, memory: Tensor) -> None:
         """Make the block's parameters views of a `Slot`'s memory."""
         for name, view in self.views(memory):
+            # `.data` keeps the identity of the parameter, which optimizers, hooks and autograd
+            # refer to.
             self.parameters[name].data = view
 
     def hide(self) -> None:
@@ -90,6 +94,8 @@ class Slot:
     """
 
     def __init__(self, size_bytes: int, device: torch.device, engine: CopyEngine) -> None:
+        # Files cannot be read into device memory, so each slot has a host buffer of its own; with a
+        # shared one, a read would wait for the copy of the other slot.
         self.host = engine.new_host((size_bytes,), torch.uint8)
         self.memory = self.host
         if not is_host(device):

@@ -23,6 +23,7 @@ def apply_recompute_(blocks: Iterable[nn.Module]) -> None:
     Memory: a block saves only its input. Compute: one additional forward per block.
     """
     for block in blocks:
+        # A second wrapper would run the forward twice in backward.
         if "recompute" not in dict(wrappers_of(block)):
             wrap_forward_(block, _recompute, "recompute")
 
@@ -52,4 +53,5 @@ def disable_caches_(model: nn.Module) -> None:
 def _recompute(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return inner(*args, **kwargs)
+    # The reentrant variant needs an input with a gradient, and frozen embeddings have none.
     return checkpoint(inner, *args, use_reentrant=False, **kwargs)

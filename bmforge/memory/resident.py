@@ -64,6 +64,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
         for stack in stacks:
             ids = _fill(stack, largest, left)
             used = sum(stack[i] for i in ids)
+            # Blocks above `largest` were subtracted before the loop over the stacks.
             left -= sum(stack[i] for i in ids if stack[i] <= largest)
             resident.append(ids)
             moved.append(sum(stack) - used)
@@ -75,6 +76,7 @@ def choose_resident(stacks: Sequence[Sequence[int]], room_bytes: int) -> list[li
 def _fill(stack: Sequence[int], largest: int, room_bytes: int) -> list[int]:
     """Return the indices of resident blocks: those larger than `largest`, and more if they fit."""
     movable = [i for i, size in enumerate(stack) if size <= largest]
+    # Blocks differ in size, so the largest number that fits is searched, not computed.
     for count in range(len(movable), -1, -1):
         chosen = [movable[index] for index in spread_resident(len(movable), count)]
         if sum(stack[i] for i in chosen) <= room_bytes:

@@ -79,6 +79,8 @@ class SpillFile:
         free_bytes = shutil.disk_usage(folder).free
         try:
             if size_bytes:
+                # `truncate` would make a sparse file, and a full disk would be noticed in the
+                # middle of a run.
                 os.posix_fallocate(self._file.fileno(), 0, size_bytes)
         except OSError as error:
             self.close()
@@ -91,6 +93,7 @@ class SpillFile:
     def reserve(self, size_bytes: int) -> DiskBytes:
         """Return the next `size_bytes` bytes of the file as a range."""
         start = self._used_bytes
+        # Ranges start at a multiple of 4096, so that a `DirectReader` reads no bytes before them.
         self._used_bytes += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
         assert self._used_bytes <= self._size_bytes, "more bytes were reserved than the file has"
         return DiskBytes(self._file, start)
@@ -139,6 +142,8 @@ class DiskBytes:
         """Write a contiguous uint8 tensor to the file, from byte `start` of the range."""
         left, position = byte_memory(values), self._offset + start
         while left:
+            # `pwrite` may write less than asked (at most 2 GiB on Linux) and does not move a shared
+            # file position, so several threads can use the file.
             written = os.pwrite(self._file.fileno(), left, position)
             left, position = left[written:], position + written
 

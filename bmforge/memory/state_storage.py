@@ -65,6 +65,7 @@ class StateStorage:
 
     def clear(self) -> None:
         """Set all elements to zero."""
+        # In parts, because zeros of the whole size would double the memory.
         part = 1 << 20
         for start in range(0, self.numel, part):
             self.put(start, torch.zeros(min(part, self.numel - start), dtype=self.dtype))
@@ -133,8 +134,10 @@ def _quantize(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     padded[: values.numel()] = values
     rows = padded.view(blocks, BLOCK_ELEMENTS)
     scales = rows.abs().amax(1)
+    # A block of zeros has scale 0, and 0 / 0 would be NaN.
     unit = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     _, bounds = _levels(signed)
+    # The bounds are halfway between the levels, so the nearest level is chosen.
     codes = torch.bucketize(unit, bounds)
     if not signed:
         # A nonzero second moment must not round to 0, because updates are divided by its root.

@@ -96,6 +96,7 @@ class ExpertStreamer:
     ) -> None:
         self.read, self.read_bytes = read, 0
         largest = max(expert_bytes(module) for _, module in layers)
+        # More slots than experts would never be used.
         count = min(budget_bytes // largest, sum(_count(module) for _, module in layers))
         if count < LEAST_EXPERTS:
             raise ConfigError(
@@ -139,13 +140,18 @@ class ExpertStreamer:
             )
         rows = list(_rows_of(ends))
         used = [expert for expert, (start, stop) in enumerate(rows) if stop > start]
+        # Cached experts first: the reads of the missing ones overlap with their products.
         order = sorted(used, key=lambda expert: _Key(layer, expert) not in self._here)
         parts: dict[int, Tensor] = {}
         for index, expert in enumerate(order):
+            # As many as there are slots, so that an eviction always finds an expert outside of this
+            # list.
             upcoming = [_Key(layer, e) for e in order[index : index + self.num_slots]]
             self._request(upcoming)
             start, stop = rows[expert]
             parts[expert] = self._work(upcoming[0], x[start:stop])
+        # Computed in another order, but joined in the order of the tokens, which are sorted by
+        # expert.
         return torch.cat([parts[expert] for expert in used]) if used else x[:0]
 
     def _work(self, key: _Key, x: Tensor) -> Tensor:
@@ -168,6 +174,7 @@ class ExpertStreamer:
         try:
             return single.module(x, torch.tensor([x.shape[0]], device=x.device))
         finally:
+            # The next expert of the layer uses the same module with another slot.
             single.hide()
 
     def _drop_pending(self) -> None:
@@ -191,6 +198,8 @@ class ExpertStreamer:
     def _fetch(self, key: _Key, slot: Slot) -> None:
         if slot.ticket is not None:
             slot.ticket.settle()
+        # The mark lets the copy wait for products that still read the evicted expert; the settled
+        # ticket above makes `slot.copied` final.
         layer, before, mark = self._layers[key.layer], slot.copied, self.engine.mark()
 
         def work() -> None:

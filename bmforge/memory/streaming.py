@@ -72,6 +72,7 @@ class Streamer:
             own = {f"{prefix}.{n}": t for n, t in persistent_tensors(module).items()}
             streamed = {n: t for n, t in own.items() if stays is None or not stays(n, t)}
             self.blocks.append(PackedBlock(prefix, module, streamed, device, prefix in on_host))
+        # Every slot has the largest size, so any block fits into any slot and blocks can differ.
         largest = max(block.size_bytes for block in self.blocks)
         count = min(NUM_SLOTS, len(self.blocks))
         self._slots = [Slot(largest, device, self.engine) for _ in range(count)]
@@ -98,6 +99,8 @@ class Streamer:
         self.engine.close()
 
     def _run(self, number: int, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # Recomputation in backward calls the same forward; inside the autograd engine the id is not
+        # -1.
         is_backward = torch._C._current_graph_task_id() != -1
         self._enter(number, is_backward)
         out = inner(*args, **kwargs)
@@ -109,6 +112,7 @@ class Streamer:
         """Wait for the weights of block `number` and start copying those of the next blocks."""
         phase = "forward" if torch.is_grad_enabled() else "plain"
         self._order.enter(BlockExecution("backward" if is_backward else phase, number))
+        # The current block is in the list, so its slot is not given to a block that comes later.
         self._request(self._order.coming(len(self._slots), with_this=True))
         slot = self._slot_of(number)
         assert slot is not None
@@ -122,6 +126,8 @@ class Streamer:
         """Start copying missing blocks into slots whose current blocks are not needed soon."""
         free = [slot for slot in self._slots if slot.block not in numbers]
         missing = [number for number in numbers if self._slot_of(number) is None]
+        # The missing blocks are in the order of use, so the one that is needed first is copied
+        # first.
         for number, slot in zip(missing, free, strict=False):
             self._fetch(number, slot)
 
@@ -130,6 +136,7 @@ class Streamer:
 
     def _fetch(self, number: int, slot: Slot) -> None:
         """Start copying a block into a slot."""
+        # This settles the slot's last read, after which its thread no longer changes `slot.copied`.
         self._clear(slot)
         slot.block = number
         block, before = self.blocks[number], slot.copied
@@ -144,6 +151,8 @@ class Streamer:
                 if before is not None:
                     before.wait_on_host()  # the previous copy out of the slot's host buffer is done
                 self._read(block, slot.host)
+            # On a CPU the slot's host buffer is its memory, and the read above has already filled
+            # it.
             if slot.memory is not source:
                 size, label = block.size_bytes, f"copy block {number}"
                 slot.copied = self.engine.copy_(
@@ -157,6 +166,8 @@ class Streamer:
         if block.kept is None:
             memory = self.engine.new_host((block.size_bytes,), torch.uint8)
             self._read(block, memory)
+            # Set after the read: if it fails, the next use reads again instead of taking unfilled
+            # memory.
             block.kept = memory
         return block.kept
 
@@ -180,6 +191,7 @@ class Streamer:
                 if other.ticket is not None:
                     self._clear(other)
             raise
+        # The read task sets `copied`, so it is known only after the ticket above.
         if slot.copied is not None:
             slot.copied.wait()
 
@@ -187,6 +199,7 @@ class Streamer:
         if slot.ticket is not None:
             slot.ticket.settle()  # ignores errors: the block is no longer needed
             slot.ticket = None
+        # The parameters must not view memory that the next block overwrites.
         if slot.block is not None and slot.is_shown:
             self.blocks[slot.block].hide()
         slot.block, slot.is_shown = None, False
@@ -243,6 +256,7 @@ def stream_blocks_(
             if not is_resident(f"{name}.{own}", parameter):
                 replace_with_stub_(module, own, parameter, device)
     streamer = Streamer(found_blocks, read, device, engine, on_host, is_resident)
+    # Autograd must not save a streamed weight: its slot has other values when backward begins.
     apply_recompute_([module for _, module in found_blocks])
     record = parallel_record_of(model)
     record.streamers = (*record.streamers, streamer)
@@ -284,6 +298,7 @@ class _Streamed:
     is_on_disk = True
 
     def __init__(self, streamer: Streamer, name: str, dtype: torch.dtype) -> None:
+        # The parameter's metadata must not keep the streamer, with its slots and thread, alive.
         self._streamer, self._name, self.dtype = weakref.ref(streamer), name, dtype
 
     def fill(self, target: Tensor) -> None:

@@ -41,6 +41,7 @@ class AdaptedProduct(torch.autograd.Function):
         flat, spec, kernels = x.flatten(0, -2), decode_spec(numbers, matrix), load_kernels()
         assert kernels is not None
         low = flat @ down.t()
+        # `low` has R columns only, so keeping it costs less than computing it again.
         ctx.save_for_backward(x, low, down, up, *matrix)
         ctx.scale, ctx.rows, ctx.spec = scale, rows, spec
         # Not a view of the product, which a model could not change in place (Llama 4).
@@ -57,11 +58,13 @@ class AdaptedProduct(torch.autograd.Function):
         flat, grad = x.flatten(0, -2), grads[0].flatten(0, -2)
         low = flat @ down.t() if is_traced else low
         needs_x, needs_down, needs_up, needs_bias = ctx.needs_input_grad[:4]
+        # `grad @ up` first: the other order would compute `up @ down`, as large as the matrix.
         low_grad = (grad @ up) * ctx.scale
         x_grad = down_grad = up_grad = bias_grad = None
         if needs_x and (is_traced or kernels is None):
             x_grad = multiply_gradient(grad, matrix, ctx.rows, ctx.spec) + low_grad @ down
         elif needs_x and kernels is not None:
+            # Added panel by panel while the panel of the gradient is in the cache.
             update = Update(low_grad, down)
             x_grad = multiply_transposed(kernels, grad, matrix, ctx.rows, ctx.spec, update)
         if needs_down:

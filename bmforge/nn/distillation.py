@@ -93,6 +93,7 @@ class _LinearDistillation(TiledLoss):
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         student_logits = TiledLogits(head, tiling, softcap)
         flat = tuple(itertools.chain.from_iterable(teacher.added))
+        # `TiledHead` expects a flag for each input of `TiledLoss`: six, and the low-rank factors.
         no_grads = (False,) * (6 + len(flat))
         teacher_head = TiledHead(teacher.hidden, teacher.weight, teacher.bias, flat, no_grads, wide)
         teacher_logits = TiledLogits(teacher_head, tiling, teacher.softcap)
@@ -103,6 +104,8 @@ class _LinearDistillation(TiledLoss):
             for first, size in split_chunks(columns, tiling.columns):
                 teacher_tile = teacher_logits.make(tokens, first, size)
                 pair.add_(student_logits.make(tokens, first, size), teacher_tile, first)
+            # The gradient needs the sums over all columns (and ranks), so it is a second loop over
+            # the tiles.
             total += pair.finish()
             if not any(ctx.needs_input_grad):
                 continue
@@ -145,6 +148,7 @@ class _Pair:
         """
         student.div_(self._temperature)
         teacher.div_(self._temperature)
+        # Before the tiles are overwritten with exponentials.
         gap = teacher - student
         top = torch.stack((student.amax(-1, keepdim=True), teacher.amax(-1, keepdim=True)))
         top = torch.maximum(self._top, top)
@@ -178,6 +182,7 @@ class _Pair:
         `is_exponential` has a flag for each of the two tiles: True if it contains exponentials
         instead of logits.
         """
+        # T: the factor T^2 of the loss, times 1 / T from the division of the logits.
         weight = self._kept * self._temperature / self._mass
         for tile, top, normalizer, part, is_power in zip(
             (student, teacher), self._tops[first], self._top, weight, is_exponential, strict=True

@@ -77,6 +77,7 @@ class TiledScores(torch.autograd.Function):
         differentiate_ = ctx.derive(grads[0].to(wide), *values)
         head = TiledHead(hidden, weight, bias, added, ctx.needs_input_grad, wide)
         logits = TiledLogits(head, ctx.tiling, ctx.softcap)
+        # No loss scale here: `grads` already contains it.
         unit = torch.ones((), dtype=wide, device=hidden.device)
         for start, count in split_chunks(hidden.shape[0], ctx.tiling.tokens):
             tokens = slice(start, start + count)
@@ -164,11 +165,14 @@ class _TokenScores(TiledSoftmax):
         """Return the scores of `linear_logprobs` and the log of the softmax denominator, (M,)."""
         if self._vocab is not None:
             top = self._vocab.max_(self._top.clone())
+            # Sums of exponentials can be added over ranks only if all ranks refer to the same
+            # maximum.
             moment = self._rescale(self._top, self._mass, top)
             sums = torch.stack((self._mass * (self._top - top).exp_(), moment, self._picked))
             self._mass, self._moment, self._picked = self._vocab.sum_(sums).unbind()
             self._top = top
         log_mass = self._mass.log() + self._top
+        # H = log Z - sum p z, with z relative to the maximum, which cancels.
         entropy = self._mass.log() - self._moment / self._mass
         is_best = (self._picked >= self._top).to(log_mass.dtype)
         scores = torch.stack((self._picked - log_mass, entropy, is_best))

@@ -60,6 +60,8 @@ def find_tiling(hidden: Tensor, weight: HeadRows, vocab: VocabCut | None) -> Til
         vocab: sharding over the vocabulary; all ranks then use the same number of chunks.
     """
     count, columns = max(1, hidden.shape[0]), weight.shape[0]
+    # The width of the largest shard, so that all ranks have the same chunks and the same
+    # collectives.
     widest = columns if vocab is None else vocab.width
     most = getattr(weight, "rows_at_once", columns)
     if not is_host(hidden.device) or torch.compiler.is_compiling():
@@ -94,6 +96,7 @@ class TiledLoss(torch.autograd.Function):
     def keep_(ctx: Any, head: TiledHead, scale: Tensor, inputs: Sequence[Tensor | None]) -> None:
         """Save the gradients of `inputs` for backward, which multiplies them by `scale`."""
         like = head.pairs[0][0]
+        # fp16 gradients were scaled when they were rounded; see `TiledLogits.narrow`.
         left = torch.ones_like(scale) if like.dtype == torch.float16 else scale
         ctx.save_for_backward(*head.grads, left)
         ctx.dtypes = [like.dtype if tensor is None else tensor.dtype for tensor in inputs]
@@ -143,6 +146,8 @@ class _LinearCrossEntropy(TiledLoss):
             softmax = TiledSoftmax(labels[tokens], vocab, scale.dtype)
             for first, size in split_chunks(columns, tiling.columns):
                 softmax.add_(logits.make(tokens, first, size), first)
+            # The gradient needs the sums over all columns (and ranks), so it is a second loop over
+            # the tiles.
             total += softmax.finish()
             if not head.needs_gradients:
                 continue

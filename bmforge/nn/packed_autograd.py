@@ -39,6 +39,8 @@ class Product(torch.autograd.Function):
         spec: list[int],
         bias: Tensor | None,
     ) -> Tensor:
+        # The input is not saved: the matrix is frozen, and the gradients of input and bias do not
+        # need it.
         ctx.save_for_backward(packed, scales, minima)
         ctx.rows, ctx.spec, ctx.bias_dtype = rows, spec, None if bias is None else bias.dtype
         return torch.ops.bmforge.multiply_packed(x, packed, scales, minima, rows, spec, bias)
@@ -77,6 +79,8 @@ class GroupedProduct(torch.autograd.Function):
         grad, (packed, scales, minima, ends) = grads[0], ctx.saved_tensors
         stack = PackedMatrix(packed, scales, minima)
         spec = decode_spec(ctx.spec, stack)
+        # The loop below waits for `ends` on an accelerator, and its writes in place can be neither
+        # traced nor differentiated.
         if not grad.is_cpu or torch.is_grad_enabled() or is_tracing():
             matrices = dequantize_stack(packed, scales, minima, ctx.rows, ctx.spec).to(grad.dtype)
             return grouped_linear(grad, matrices.transpose(1, 2), ends), *[None] * 6
@@ -102,6 +106,7 @@ def multiply_gradient(grad: Tensor, matrix: PackedMatrix, rows: int, spec: Quant
     """
     on_host = grad.is_cpu or grad.is_meta
     dtype = product_dtype(grad.dtype) if on_host else grad.dtype
+    # The kernels write into preallocated memory, which autograd and tracing cannot follow.
     is_traced = torch.is_grad_enabled() or is_tracing()
     kernels = load_kernels() if not is_traced and are_plain_cpu_tensors(*matrix) else None
     if kernels is not None and grad.is_cpu:

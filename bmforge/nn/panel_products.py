@@ -73,6 +73,7 @@ def multiply_by_panels(
     columns = x.shape[1]
     out = x.new_empty(x.shape[0], rows) if out is None else out
     step = _size_at_once(rows, columns, x.dtype)
+    # The kernel writes complete panels of 16 rows, also at the end of the matrix.
     buffer = x.new_empty(columns, -(-step // PANEL_ROWS) * PANEL_ROWS + _PADDING)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))

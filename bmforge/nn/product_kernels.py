@@ -85,6 +85,7 @@ class Kernels:
         self._quantize_rows, self._pack = library.quantize_rows, library.pack_floats
         self._pack_integers = library.pack_integers
         self._rows, self._pick = library.multiply_rows, library.pick_rows
+        # Without declarations ctypes takes results for 32-bit ints, which truncates a byte count.
         self._pick.restype = ctypes.c_bool
         self._room_bytes.restype = ctypes.c_int64
         self._room_bytes.argtypes = [ctypes.c_int64] * 3
@@ -107,6 +108,8 @@ class Kernels:
             self._floats(ctypes.byref(product))
             return out
         size = self._room_bytes(tokens, columns, product.group)
+        # Held by a local variable until the call returns; the kernel quantizes the activations into
+        # it.
         room = torch.empty(size, dtype=torch.uint8)
         product.room = room.data_ptr()
         self._quantized(ctypes.byref(product))
@@ -209,6 +212,7 @@ class Kernels:
         Shape:
             values: (rows, G, W); packed: (panels, blocks, 64)
         """
+        # Symmetric 4-bit integers, -8 to 7, are stored as nibbles 0 to 15.
         shift = 8 if spec.bits == 4 and spec.symmetric else 0
         sizes = [ctypes.c_int64(n) for n in (*values.shape, *values.stride()[:2])]
         options = [ctypes.c_int(n) for n in (spec.bits, shift, torch.get_num_threads())]
@@ -252,6 +256,8 @@ def runnable_variants() -> list[str]:
 
 def compile_sources(title: str, variant: str, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     """Compile the matrix-product kernels, and `more` sources, for the instruction set `variant`."""
+    # One translation unit for all sources: `load_kernels_of` compiles and caches a library per
+    # variant.
     folder, parts = Path(__file__).with_name("kernels"), (*_SOURCES, *more)
     flags = " ".join([_VARIANTS[variant][0], *_measured_flags(), *_rounding_flags(variant)])
     return load_kernels_of(f"{title}-{variant}", folder, parts, flags)

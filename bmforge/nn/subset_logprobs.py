@@ -50,6 +50,7 @@ def linear_top_k(
     hidden, weight, bias, added, softcap = inputs.detach()
     flat = tuple(itertools.chain.from_iterable(added))
     count = min(count, weight.shape[0] if vocab is None else vocab.rows)
+    # Without a backward pass no tile is needed twice.
     tiling = find_tiling(hidden, weight, vocab)._replace(keeps=False)
     wide = accumulation_dtype(hidden.dtype)
     head = TiledHead(hidden, weight, bias, flat, (False,) * (6 + len(flat)), wide)
@@ -80,6 +81,8 @@ class _Best:
     def add_(self, logits: Tensor, first: int) -> None:
         """Add the tile whose first column is token `first`; overwrite its largest logits."""
         values, ids = logits.topk(min(self._count, logits.shape[1]), -1)
+        # The tile's largest logits leave the rest now; those that `_merge` displaces come back to
+        # it.
         self._add_rest(logits.scatter_(1, ids, -torch.inf))
         self._merge(values, ids + first)
 
@@ -88,6 +91,7 @@ class _Best:
 
     def _merge(self, values: Tensor, ids: Tensor) -> None:
         values, ids = torch.cat((self._values, values), 1), torch.cat((self._ids, ids), 1)
+        # Stable: of equal logits in two tiles, the one of the earlier tile stays first.
         values, order = values.sort(dim=-1, descending=True, stable=True)
         self._values, self._ids = values[:, : self._count], ids.gather(1, order[:, : self._count])
         self._add_rest(values[:, self._count :])
@@ -110,6 +114,7 @@ class _Best:
             slot, width = vocab.first // vocab.width, self._values.shape[1]
             values[slot, :, :width], values[slot, :, -1:] = self._values, self._rest
             ids[slot, :, :width] = self._ids
+        # Each rank has filled its own slot, so the sum is an all-gather.
         values, ids = vocab.sum_(values), vocab.sum_(ids)
         self._values, self._ids = self._values[:, :0], self._ids[:, :0]
         self._rest = torch.logsumexp(values[..., -1], 0)[:, None]
@@ -135,6 +140,7 @@ class _LinearSubsetLogprobs(TiledScores):
         head, tiling = TiledScores.open_head(inputs, options.vocab)
         logits = TiledLogits(head, tiling, options.softcap)
         out = hidden.new_empty((hidden.shape[0], ids.shape[1] + 1), dtype=head.wide)
+        # Saved for backward, which recomputes tiles but must not repeat the sums over all columns.
         log_mass = torch.empty_like(out[:, :1])
         for start, count in split_chunks(hidden.shape[0], tiling.tokens):
             tokens = slice(start, start + count)
@@ -182,6 +188,7 @@ class _Derivative:
         change = grad - grad.sum(1, keepdim=True) * out.exp()
         self._of_subset, self._of_rest = change[:, :-1], change[:, -1:]
         log_others = out[:, -1:] + log_mass
+        # If the subset is the whole vocabulary, -inf - -inf would be NaN.
         self._log_rest = log_others.masked_fill(log_others == -torch.inf, 0)
 
     def differentiate_(self, tile: Tensor, tokens: slice, first: int) -> None:
@@ -209,6 +216,7 @@ def _exclude_(tile: Tensor, index: Tensor, is_inside: Tensor) -> None:
 def _sum_exponentials(logs: Tensor, vocab: VocabCut) -> Tensor:
     """Return the logsumexp of a number over the ranks."""
     top = vocab.max_(logs.clone())
+    # If no rank has another token, -inf - -inf would be NaN.
     top = top.masked_fill(top == -torch.inf, 0)
     return vocab.sum_((logs - top).exp()).log() + top
 

@@ -67,6 +67,7 @@ def compare_answers(logits: Tensor, answers: TopKPredictions, temperature: float
         logits: (M, V); returns (M,)
     """
     scaled = logits / temperature
+    # The normalizer covers the whole vocabulary, so the top k and the rest sum to 1.
     log_normalizer = torch.logsumexp(scaled, -1, keepdim=True)
     log_probs = scaled.gather(-1, answers.ids) - log_normalizer
     targets = answers.log_probs.to(log_probs)

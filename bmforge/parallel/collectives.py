@@ -36,6 +36,7 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Concatenate `x`, of equal shape on all processes, along `dim`; not differentiable."""
+    # Collectives concatenate whole buffers, which is concatenation along dim 0 only.
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size() * front.shape[0], *front.shape[1:])
     gather_into(out, front, group=group)
@@ -57,6 +58,7 @@ def cut_evenly(x: Tensor, group: Group, dim: int) -> Tensor:
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Return the sum of `x` over all processes; not differentiable."""
+    # The collective is in place, and autograd or the caller may still need `x`.
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -70,6 +72,8 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Each process used the copy with its own shard of a weight, so each has a part of the
+        # gradient.
         return all_reduce(grads[0], ctx.group), None
 
 
@@ -90,6 +94,8 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Every process continues with the same sum, so each already has the whole gradient of its
+        # summand.
         return grads[0], None
 
 
@@ -101,6 +107,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # See `gather_tokens`: partial gradients must be summed, replicated ones must not.
         back = reduce_scatter if ctx.summed else cut_evenly
         return back(grads[0], ctx.group, ctx.dim), None, None, None
 
@@ -193,6 +200,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        # The gradients go back the way the rows came.
         return _exchange(grads[0], ctx.group, ctx.received, ctx.sent), None, None, None
 
 
@@ -234,11 +242,13 @@ def split_softmax(logits: Tensor, target: Tensor, group: Group) -> tuple[Tensor,
 
     Comm: two all-reduces, of one and of two scalars per row.
     """
+    # Subtracting the maximum does not change a softmax, so it needs no gradient.
     largest, width = logits.detach().amax(-1), logits.shape[-1]
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     shifted = logits - largest[..., None]
     index = target.long() - group.rank() * width
     is_local = (index >= 0) & (index < width)
     picked = shifted.gather(-1, index.where(is_local, 0)[..., None])[..., 0] * is_local
+    # One all-reduce for both, since a small all-reduce costs latency rather than bandwidth.
     sums = sum_forward(torch.stack((shifted.exp().sum(-1), picked)), group)
     return shifted, sums[0].log(), sums[1]

@@ -173,6 +173,7 @@ def _divide_parameters_(experts: nn.Module, mesh: DeviceMesh) -> None:
         else:
             local = stacked
         count = local.shape[0] // axis_size(mesh, "ep")
+        # A clone, because a view would keep the memory of all experts.
         local_experts = local.narrow(0, mesh.get_local_rank("ep") * count, count).clone()
         distributed = DTensor.from_local(
             local_experts,
@@ -231,15 +232,20 @@ def _dispatch_far(
 
     def run_far(rows: Tensor, ends: Tensor) -> Tensor:
         counts = ends.diff(prepend=ends.new_zeros(1))
+        # The receivers need the number of rows of each expert before the rows.
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
+        # The host needs both lists: one transfer, and one wait for the device.
         sent, received = torch.stack((counts, arriving)).view(2, -1, num_local).sum(2).tolist()
         # Rows without an expert come last and are not sent.
         arrived = exchange_rows(rows[: sum(sent)], group, sent, received)
+        # Arrived rows are ordered by source process, then by expert, so they are dispatched once
+        # more.
         numbers = torch.arange(num_local, device=x.device).repeat(group.size())
         numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
         outputs = inner(arrived, numbers.unsqueeze(1), num_local, run).squeeze(1)
         back = exchange_rows(outputs, group, received, sent)
+        # Rows that were not sent, those without an expert, get zeros.
         return F.pad(back, (0, 0, 0, rows.shape[0] - back.shape[0]))
 
     return inner(x, index, num_experts, run_far)
@@ -295,6 +301,7 @@ def _assign_together(
     first, count = 0, everyone.shape[0]
     for group in groups:
         lengths = _lengths(everyone, group)
+        # An all-gather needs equal lengths; the padding is cut off again, so it gets no expert.
         padded = F.pad(everyone, (0, 0, 0, max(lengths) - everyone.shape[0]))
         parts = all_gather(padded, group, 0).chunk(group.size())
         everyone = torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])

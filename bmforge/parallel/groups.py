@@ -49,6 +49,7 @@ def build_device_mesh(device_type: str, shape: Sequence[int], names: Sequence[st
         names: names of the axes.
     """
     ranks = torch.arange(dist.get_world_size(), dtype=torch.int).view(*shape)
+    # `init_device_mesh` would create groups with torch's own timeout.
     groups = [_axis_group(ranks, axis) for axis in range(ranks.dim())]
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names))
 
@@ -64,6 +65,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
 def _axis_group(ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
     """Create the process groups along an axis; return this process's group."""
     rows = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis])
+    # The axis has all processes, and every further group needs its own connections.
     if len(rows) == 1:
         assert dist.group.WORLD is not None
         return dist.group.WORLD

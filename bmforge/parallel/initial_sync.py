@@ -59,6 +59,7 @@ def sync_module_states_(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _hash(content: bytes) -> int:
+    # Without the lowest bit: torch's collectives support int64, but not uint64.
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
@@ -69,6 +70,7 @@ def _is_same_everywhere(number: int, mesh: DeviceMesh) -> bool:
 
 def _differs(numbers: Tensor) -> Tensor:
     """Return a mask, equal on all processes, of the numbers that differ between processes."""
+    # The maximum of ~x is ~(minimum of x), so one all-reduce gives both; -x would overflow.
     both = torch.stack((numbers, ~numbers))
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return both[0] != ~both[1]
@@ -87,6 +89,7 @@ def _add_up(tensor: Tensor) -> Tensor:
 
 
 def _send(tensor: Tensor, mesh: DeviceMesh) -> None:
+    # NCCL needs the accelerator's memory, and a broadcast needs contiguous memory.
     moved = tensor.to(mesh.device_type, memory_format=torch.contiguous_format, copy=True)
     dist.broadcast(moved, src=0)
     tensor.copy_(moved)

@@ -280,6 +280,7 @@ def samples_agree(mesh: DeviceMesh | None, digest: int) -> bool:
     """
     if mesh is None or mesh.size() == axis_size(mesh, *ROW_AXES):
         return True
+    # Each process fills its own place, so the sum is an all-gather.
     digests = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=mesh.device_type)
     digests[dist.get_rank()] = digest
     dist.all_reduce(digests)
@@ -301,6 +302,7 @@ def sum_over_axes(values: Tensor, mesh: DeviceMesh | None, *axes: str) -> Tensor
     """
     if mesh is None or mesh.size() == 1:
         return values
+    # Zeros where the value is a replica, because the all-reduce runs over all processes.
     total = values.clone() if counts_here(mesh, *axes) else torch.zeros_like(values)
     dist.all_reduce(total)
     return total

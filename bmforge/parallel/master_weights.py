@@ -54,6 +54,7 @@ def upcast_trained_(model: nn.Module, precision: str) -> int:
     trained, frozen = _half_parameters(model)
     for _, parameter in trained:
         parameter.data = parameter.data.float()
+        # Torch refuses a gradient whose dtype differs from the parameter's.
         parameter.grad = None
     if trained and not frozen and precision == "fp32":
         for buffer in model.buffers():

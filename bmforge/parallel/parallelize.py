@@ -87,6 +87,7 @@ def parallelize(
     if master_weights:
         upcast_trained_(model, precision)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
+    # Before any sharding: afterwards no process has the whole values of rank 0.
     sync_module_states_(model, mesh)
     if division.is_sharded:
         make_contiguous_(model)
@@ -94,6 +95,7 @@ def parallelize(
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
     if division.cutting is not None:
+        # Loading and saving need the names and shapes of the blocks on other stages too.
         record.whole = copy_to_meta(model)
         shared = drop_the_rest_(
             model, division.cutting, division.stages_of(mesh.get_local_rank("pp"))

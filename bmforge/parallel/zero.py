@@ -66,6 +66,7 @@ def apply_zero_(
     """
     policy = MixedPrecisionPolicy()
     if dtype is not None:
+        # Sums of 16-bit gradients over many processes would lose small contributions.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     used = _sharding_mesh(mesh, zero)
     _average_scalar_gradients_(model, used)
@@ -75,6 +76,7 @@ def apply_zero_(
     settings = {"mesh": used, "mp_policy": policy, "ignored_params": ignored}
     if used.size() > 1:
         _reach_all_experts_(units)
+    # Innermost first: `fully_shard` takes the parameters that no inner module has taken.
     for module in (*units, model):
         fully_shard(module, reshard_after_forward=False, **settings)
     if used.shape[-1] == 1:
@@ -117,6 +119,7 @@ def _average_scalar_gradients_(model: nn.Module, mesh: DeviceMesh) -> None:
     hooked = WeakIdKeyDictionary()
 
     def average(gradient: Tensor) -> Tensor:
+        # The tensor may also be the gradient of other inputs, and the all-reduce is in place.
         total = gradient.clone()
         for axis in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(axis))
@@ -236,6 +239,7 @@ def _name_as_before_(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, FSDPModule):
             subclass = type(module)
+            # The second base class is the original one; the first is `FSDPModule`.
             subclass.__name__ = subclass.__qualname__ = subclass.__bases__[1].__name__
 
 
@@ -289,6 +293,7 @@ def _even_dim(size: int, parameter: nn.Parameter) -> Shard | None:
     Dim 0 of expert parameters may be too short to be sharded, as each process has few experts.
     """
     assert isinstance(parameter, DTensor)
+    # Tensor and expert parallelism may have sharded a dim already; ZeRO shards what is left of it.
     cuts = [1] * parameter.dim()
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
@@ -302,6 +307,8 @@ def _set_prefetch_(units: Sequence[nn.Module], experts: Sequence[nn.Module], pre
     inner = {id(module) for module in experts}
     groups = [[unit, *(m for m in unit.modules() if id(m) in inner)] for unit in units]
     forward = [m for group in groups for m in group if isinstance(m, FSDPModule)]
+    # Within a unit the experts follow their unit in both directions: hooks gather the outer unit
+    # first.
     backward = [m for group in groups[::-1] for m in group if isinstance(m, FSDPModule)]
     for index, unit in enumerate(forward):
         unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + prefetch])
@@ -335,6 +342,8 @@ def change_dtype_(model: nn.Module, chosen: set[int], dtype: torch.dtype) -> Non
                 swap_(old, new)
                 fsdp_param.reset_sharded_param()
             if chosen_params:
+                # FSDP2 caches the dtypes of a unit's parameters, and the next all-gather would use
+                # the old ones.
                 group._init_mp_dtypes()
 
 

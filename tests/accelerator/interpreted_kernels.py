@@ -24,6 +24,7 @@ from bmforge.nn.packing import QuantSpec, pack_matrix, quantize_groups, unpack_m
 from bmforge.nn.plain_products import multiply_plain, quantize_activations
 from bmforge.nn.position import RopeSpec, apply_rope, rope_table
 from bmforge.nn.products import load_kernels
+from bmforge.nn.triton_kernels import launch as triton_launch
 from bmforge.nn.triton_kernels import products as triton_products
 from bmforge.nn.triton_kernels.launch import TritonKernels
 from bmforge.nn.triton_kernels.load import find_difference, find_loss_difference
@@ -364,6 +365,20 @@ def test_the_check_of_a_device_finds_another_order_of_sums(
     assert find_difference(KERNELS, host) == find_loss_difference(KERNELS, host) == ""
     monkeypatch.setattr(triton_products, "add_in_order", add_as_tree)
     assert "differs from the CPU's" in find_difference(KERNELS, host)
+
+
+def test_the_check_of_a_device_compares_parts_that_are_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep_last(part, stats, out, parts, *sizes, **options):
+        stats[:, :, : parts - 1, :, 0] = float("-inf")
+        join[grid](part, stats, out, parts, *sizes, **options)
+
+    grid, join = (2, 2), triton_launch.join_parts
+    monkeypatch.setattr(triton_launch, "join_parts", {grid: keep_last})
+    assert find_difference(KERNELS, torch.device("cpu")) == (
+        "paged attention differs from the CPU's result"
+    )
 
 
 def test_the_check_of_a_device_reports_a_kernel_that_fails(

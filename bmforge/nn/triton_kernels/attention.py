@@ -45,24 +45,30 @@ def attend_pages(
     total = tl.zeros((BR,), dtype=tl.float32)
     mixed = tl.zeros((BR, BH), dtype=tl.float32)
     last = tl.minimum((number + 1) * PART, end)
+    # Blocks of S tokens before the window are skipped; `shown` masks the rest of the first block.
     for first in tl.range(tl.maximum(number * PART, near // S * S), last, S, num_stages=STAGES):
         at = first + s
         shown = (at < last) & (at >= near)
+        # Page indices are widened because the number of elements of a large cache exceeds 32 bits.
         page = tl.load(tables + row * width + at // 16, mask=shown, other=0).to(tl.int64)
         slot = (page * K + head) * 16 + at % 16
         k = tl.load(
             keys + slot[None, :] * H + h[:, None], mask=shown[None, :] & in_head[:, None], other=0
         ).to(q.dtype)
+        # The default, TF32, would round fp32 queries and keys to 10 bits of mantissa.
         score = tl.dot(q, k, input_precision="ieee") * scale
         if IS_INT8:  # integers up to 127 are exact in every dtype; the scale follows the product
             score = score * tl.load(key_scales + slot, mask=shown, other=0.0)[None, :]
         score = tl.where(shown[None, :], score, float("-inf"))
         raised = tl.maximum(most, tl.max(score, 1))
+        # If no token was shown yet, the maximum is -inf, and -inf - -inf would be NaN.
         shift = tl.where(raised == float("-inf"), 0.0, raised)
         weight = tl.exp(score - shift[:, None])
         fade = tl.exp(most - shift)
         total = total * fade + tl.sum(weight, 1)
         if IS_INT8:
+            # After the sum above, because the values' scales do not belong to the softmax's
+            # denominator.
             weight = weight * tl.load(value_scales + slot, mask=shown, other=0.0)[None, :]
         v = tl.load(
             values + slot[:, None] * H + h[None, :], mask=shown[:, None] & in_head[None, :], other=0
@@ -97,6 +103,7 @@ def join_parts(
         other = tl.load(stats + at_part * 2)
         raised = tl.maximum(most, other)
         shift = tl.where(raised == float("-inf"), 0.0, raised)
+        # A part after the end of its sequence has maximum -inf, and so the weight 0.
         fade, weight = tl.exp(most - shift), tl.exp(other - shift)
         added = tl.load(part + at_part[:, None] * H + h[None, :], mask=in_head[None, :], other=0.0)
         mixed = mixed * fade[:, None] + added * weight[:, None]

@@ -22,7 +22,9 @@ def hash_words(words, sums, count, step, salt, B: tl.constexpr):
     """
     i = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     word = tl.load(words + i * step, mask=i < count, other=0).to(tl.int64)
+    # 0x9E3779B97F4A7C15 and 0xBF58476D1CE4E5B9 as int64, so that products keep the words' dtype.
     mixed = (i + salt + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
+    # An odd number has an inverse modulo 2**64, so no difference of a word is multiplied to 0.
     weight = (mixed ^ (mixed >> 27)) | 1
     tl.store(sums + tl.program_id(0), tl.sum(word * weight, 0))

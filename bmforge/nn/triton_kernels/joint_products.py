@@ -18,6 +18,7 @@ def multiply_panels(
     STAGES: tl.constexpr, C: tl.constexpr, Q: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Multiply tokens `t` by Q panels of 16 rows and add the bias; return (T, 16 * Q) in fp32."""
+    # Tokens after the last read the last token, so that no load needs a mask; they are not stored.
     at = tl.minimum(t, tokens - 1)
     if KIND == "few":
         total = multiply_few(
@@ -43,6 +44,7 @@ def multiply_panels(
 @jit
 def choose(number, first, second, third, COUNT: tl.constexpr):
     """Return `first`, `second` or `third` for the numbers 0, 1 and 2, which are below COUNT."""
+    # Which matrix a program reads is known at run time only, so pointers are selected by value.
     if COUNT > 1:
         first = tl.where(number == 1, second, first)
     if COUNT > 2:

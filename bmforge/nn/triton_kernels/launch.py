@@ -67,6 +67,7 @@ class TritonKernels:
         at_once = max(1, 1024 // padded)
         grid = (tokens, -(-groups // at_once))
         warps = 4 if padded <= 4096 else 16
+        # Triton needs a valid pointer for `up` even if the kernel does not read it.
         quantize_rows[grid](
             x, x if up is None else up, values, scales, sums,
             columns, group, padded, at_once, up is not None, num_warps=warps, **_EXACT,
@@ -110,6 +111,8 @@ class TritonKernels:
         is_plain, has_bias = factors[0][0].minima is None, factors[0][2] is not None
         heights = [height for _, height, _ in factors]
         group = spec.group_of(columns)
+        # Up to 4 tokens, dp4a with one warp per panel is faster, because a tile of the tensor cores
+        # has 16 tokens. Devices without dp4a use their tensor cores for any number of tokens.
         is_tiled = self.has_tensor_cores and (tokens > 4 or self.emulates)
         tile = choose_tile(tokens, spec, group, is_plain=is_plain, is_tiled=is_tiled)
         outs = [values.new_empty(tokens, height, dtype=dtype) for height in heights]
@@ -289,6 +292,8 @@ class TritonKernels:
         sums = tensors[0].new_empty(sum(programs), dtype=torch.int64)
         parts = sums.split(programs)
         for number, (own, part) in enumerate(zip(words, parts, strict=True)):
+            # The salts are 2**40 apart, more than a tensor has words, so no two words of different
+            # tensors have the same weight and swapped tensors change the sum.
             hash_words[(len(part),)](
                 own, part, counts[number], steps[number], number << 40, _HASHED_WORDS, num_warps=8
             )
@@ -310,7 +315,10 @@ class TritonKernels:
         """
         rows, heads, width = query.shape
         kv_heads, group = pages[0].shape[1], heads // pages[0].shape[1]
+        # `tl.dot` needs at least 16 rows, so the heads that share a KV head are padded.
         padded = max(16, up_to_power(group))
+        # The number of parts follows from the width of the tables, not from `ends`: reading `ends`
+        # would wait for the device, and a CUDA graph has a fixed grid.
         parts = max(1, -(-tables.shape[1] * 16 // _PART_TOKENS))
         count = 0 if parts == 1 else parts
         part = query.new_empty(rows, kv_heads, count, padded, width, dtype=torch.float32)
@@ -330,6 +338,7 @@ class TritonKernels:
 def _as_words(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, as 64-bit integers if size and address allow."""
     data = tensor.detach().view(-1).view(torch.uint8)
+    # Torch refuses to view bytes as int64 if their number or address is not a multiple of 8.
     aligned = data.numel() % 8 == 0 and data.data_ptr() % 8 == 0
     return data.view(torch.int64) if aligned else data
 

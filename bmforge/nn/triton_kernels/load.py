@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find_difference", "find_loss_difference", "load_loss_kernels", "load_triton"]
 
+# Together the schemes reach every branch of the kernels: both widths, one group per row (kind
+# "wide"), and groups with minima.
 _SPECS = (
     QuantSpec(8, 32),
     QuantSpec(4, 32),
@@ -139,8 +141,10 @@ def _compare_products(kernels: TritonKernels, device: torch.device) -> str:
 
 
 def _compare_product(kernels: TritonKernels, device: torch.device, spec: QuantSpec) -> str:
+    # 37 rows leave the last panel of 16 rows partly filled, which checks the masks.
     draw, rows, columns = _random(), 37, 384
     matrix = pack_matrix(quantize_groups(draw(rows, columns), spec), spec)
+    # Tokens of very different magnitudes show if a token is multiplied by the scale of another one.
     x, bias = draw(_TOKENS[-1], columns) * torch.logspace(-4, 4, _TOKENS[-1])[:, None], draw(rows)
     device_matrix = PackedMatrix(*(None if t is None else t.to(device) for t in matrix))  # type: ignore[arg-type]
     name = f"int{spec.bits} in groups of {spec.group_of(columns)}"
@@ -182,6 +186,8 @@ def _compare_norm(kernels: TritonKernels, device: torch.device) -> str:
     draw = _random()
     x, residual, weight = draw(3, 100), draw(3, 100), draw(100)
     total, out = kernels.add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
+    # The kernel adds the squares in another order than torch, so only the sum with the residual can
+    # be compared bit for bit.
     want = torch.nn.functional.rms_norm(residual + x, (100,), weight, 1e-5)
     same = torch.equal(total.cpu(), residual + x)
     return (
@@ -199,6 +205,7 @@ def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
         got = kernels.rotate(x.to(device), cos.to(device), sin.to(device), is_interleaved)
         if not torch.equal(got.cpu(), plain_rotate(x, cos[:, None], sin[:, None], is_interleaved)):
             return "heads with rotary positions differ from the CPU's result"
+    # Two tokens share page 4, and slot 15 is the last one of a page.
     slots = torch.tensor([4, 0, 4]), torch.tensor([15, 0, 3])
     stored = torch.zeros(5, 2, 16, 80), torch.zeros(5, 2, 16, 80)
     written = stored[0].to(device), stored[1].to(device)
@@ -225,10 +232,15 @@ def _compare_heads(kernels: TritonKernels, device: torch.device) -> str:
 
 
 def _compare_attention(kernels: TritonKernels, device: torch.device) -> str:
-    draw = _random()
-    query, keys, values = draw(2, 4, 64), draw(20, 2, 16, 64), draw(20, 2, 16, 64)
-    tables = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(2, 10)
-    ends = torch.tensor([7, 150])
+    # 10 pages of a sequence are one part, 20 pages are two parts that a second kernel joins.
+    return next(filter(None, (_compare_pages(kernels, device, pages) for pages in (10, 20))), "")
+
+
+def _compare_pages(kernels: TritonKernels, device: torch.device, pages: int) -> str:
+    draw, count = _random(), 2 * pages
+    query, keys, values = draw(2, 4, 64), draw(count, 2, 16, 64), draw(count, 2, 16, 64)
+    tables = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(2, pages)
+    ends = torch.tensor([7, 15 * pages])
     got = kernels.attend(
         query.to(device),
         (keys.to(device), values.to(device)),

@@ -21,6 +21,7 @@ def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
             if IS_UNSIGNED:
                 left = (a >> (8 * i)) & 255
             else:
+                # Moving the byte to the top and back extends its sign.
                 left = (a << (24 - 8 * i)) >> 24
             c = c + left * ((b << (24 - 8 * i)) >> 24)
         return c
@@ -40,6 +41,8 @@ def dot4(a, b, c, IS_UNSIGNED: tl.constexpr, EMULATE: tl.constexpr):
 def add_8_in_order(total, terms):
     """Add the columns of terms (R, 8) to total (R,), one after the other."""
     R: tl.constexpr = terms.shape[0]
+    # Triton cannot index a column in registers; `tl.split` halves an axis of size 2, so three
+    # levels of it separate eight columns.
     even, odd = tl.split(tl.reshape(terms, (R, 4, 2)))
     t04, t26 = tl.split(tl.reshape(even, (R, 2, 2)))
     t15, t37 = tl.split(tl.reshape(odd, (R, 2, 2)))
@@ -89,6 +92,7 @@ def add_groups(total, terms, minimum_terms, R: tl.constexpr, C: tl.constexpr, PL
     if PLAIN:
         return add_in_order(total, terms, C)
     else:
+        # `join` interleaves the two, which is the order of `multiply_quantized_plain`.
         both = tl.reshape(tl.join(terms, minimum_terms), (R, 2 * C))
         return add_in_order(total, both, 2 * C)
 
@@ -167,6 +171,8 @@ def multiply_few(
             block = g * B + b
             words = load_inside(base + block[:, None] * 16 + r[None, :], inside[:, None], EVEN)
             words, _ = tl.broadcast(words[None], zero)
+            # A 4-bit block has eight columns, two words of activations: the first four columns are
+            # the low nibbles, the next four the high nibbles.
             if BITS == 4:
                 low = load_inside(row + 2 * block[None], inside[None], EVEN)
                 high = load_inside(row + 2 * block[None] + 1, inside[None], EVEN)
@@ -186,6 +192,8 @@ def multiply_few(
         if BITS == 4 and PLAIN:
             group_sums = group_sums - 8 * s
         sw = load_scales(scales, g, panel, GROUPS, C, PAIRS, 1, panel + 1, True)
+        # The two scales are multiplied first, as on the CPU: another order rounds differently.
+        # Groups after the last have scale 0 and change no sum.
         terms = group_sums.to(tl.float32) * (sx * sw[None])
         terms = tl.reshape(tl.permute(terms, (0, 2, 1)), (T * 16, C))
         lows = terms
@@ -233,6 +241,7 @@ def multiply_wide_groups(
                 x = tl.load(row + block[None, :], mask=group_mask, other=0)
                 x, _ = tl.broadcast(x[:, :, None], dots)
                 dots = dot4(words, x, dots, False, EMULATE)
+        # Integer sums are exact, so this tree reduction gives the same bits as a sum in order.
         group_sums = tl.sum(dots, 1)  # (T, 16)
         s = tl.load(sums + at * GROUPS + g)[:, None]
         sx = tl.load(value_scales + at * GROUPS + g)[:, None]
@@ -254,6 +263,8 @@ def unpack_groups(raw, C: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, PLA
     if BITS == 4:
         low, high = (raw & 15).to(tl.int8), (raw >> 4).to(tl.int8)
         if PLAIN:
+            # Tensor cores multiply signed bytes, so the offset is removed here; dp4a takes unsigned
+            # nibbles, and `multiply_few` corrects the sum instead.
             low, high = low - 8, high - 8
         both = tl.reshape(tl.join(low, high), (C, B, 16, 4, 2))
         return tl.reshape(tl.permute(both, (0, 2, 1, 4, 3)), (C, 16, B * 8))
@@ -284,6 +295,7 @@ def multiply_tiles(
     y = tl.arange(0, B * 64)
     part = tl.arange(0, Q * C)
     total = tl.zeros((R * T,), dtype=tl.float32)
+    # In bytes, an offset in a large vocabulary matrix does not fit into 32 bits.
     base = packed + panel.to(tl.int64) * (GROUPS * B * 64)
     for first in tl.range(0, GROUPS, C, num_stages=STAGES):
         g = first + tl.arange(0, C)

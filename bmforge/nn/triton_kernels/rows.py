@@ -15,6 +15,7 @@ __all__ = [
 @jit
 def round_half_even(x):
     """Round to the nearest integer, for ``|x| < 2**22``; the interpreter has no libdevice."""
+    # Near 1.5 * 2**23 adjacent fp32 numbers differ by 1, so the addition itself rounds.
     return (x + 12582912.0) - 12582912.0
 
 
@@ -27,6 +28,8 @@ def quantize_groups(v):
     largest = tl.where(is_finite, largest_bits, 0).to(tl.float32, bitcast=True)
     # `/` is approximate in Triton; bit-identical results need IEEE division.
     scale = tl.math.div_rn(largest, 127.0)
+    # Below the smallest normal number a group counts as zeros, as in `quantize_activations`; 1
+    # replaces a divisor that may be 0.
     is_zero = scale < 1.1754943508222875e-38
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(127.0, tl.where(is_zero, 1.0, largest)))
     v = tl.where(is_finite[:, None], v, 0.0)
@@ -93,6 +96,7 @@ def add_rms_norm(
     mean = tl.sum(wide * wide, 0) / D
     normed = wide * tl.math.div_rn(1.0, tl.sqrt_rn(mean + eps))
     w = tl.load(weight + d, mask=inside, other=0.0)
+    # The norm is rounded to the weight's dtype before the product, as in `plain_rms_norm`.
     scaled = (w.to(tl.float32) * normed.to(w.dtype).to(tl.float32)).to(w.dtype)
     if G == 0:
         tl.store(out + t * D + d, scaled, mask=inside)
@@ -118,6 +122,7 @@ def rotate_head(
     else:
         is_first = h < R // 2
         partner = tl.where(is_first, h + R // 2, h - R // 2)
+    # The partner of a dim is in the registers of another lane, so it is read again.
     other = tl.load(x + partner, mask=turned, other=0.0).to(tl.float32)
     c = tl.load(cos + h, mask=turned, other=0.0).to(tl.float32)
     s = tl.load(sin + h, mask=turned, other=0.0).to(tl.float32)
@@ -156,6 +161,7 @@ def rotate_and_store(
     """
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h = tl.arange(0, BH)
+    # All lanes of a program take the same branch, so none of them waits.
     if head < N:
         base = (t * N + head) * H
         rotated = rotate_head(query + base, cos + t * R, sin + t * R, H, BH, R, INTERLEAVED)

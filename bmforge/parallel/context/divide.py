@@ -187,6 +187,7 @@ def _gathered_attention(
     if not isinstance(mask, MaskWithShare):
         return inner(query, key, value, mask, bias, causal, scale, dropout, *prefix)
     share, rows = mask.share, mask.mask
+    # Keys and values in one collective.
     pair = share.gather(torch.cat((key, value), -1), 2)
     if causal and rows is None and bias is None:
         if is_plain and not dropout:
@@ -289,6 +290,7 @@ def _ulysses_attention(
     key, value = (t.repeat_interleave(times, 1) if times > 1 else t for t in (key, value))
     heads = [t.shape[1] // size for t in (query, key, value)]
     parts = torch.cat([t.unflatten(1, (size, -1)) for t in (query, key, value)], 2)
+    # Equal parts for each process, so the tokens are padded; `order` drops the padding.
     parts = exchange_rows(share.pad(parts, 3).movedim(1, 0), share.group, one_each, one_each)
     by_head = share.order(parts.movedim(0, 2).flatten(2, 3), 2)
     own_heads = [_heads_here(pair, times, share) for pair in prefix]

@@ -107,6 +107,7 @@ def _attend_backward(
         return *back, None
     weights = (s.make() - _finite(total)[..., None]).exp()
     pulled = (grad @ s.value.transpose(-1, -2)).to(weights.dtype)
+    # FlashAttention-2: dS = P * (dP - rowsum(dO * O)), where O is the output over all keys.
     pulled = weights * (pulled - (grad * out).to(weights.dtype).sum(-1, keepdim=True))
     value = weights.to(grad.dtype).transpose(-1, -2) @ grad
     scores = (pulled * s.scale).to(s.query.dtype)
@@ -127,6 +128,7 @@ class _TileAccumulator:
     ) -> None:
         self.query, self.mask, self.bias, self.scale = query, mask, bias, scale
         self.wide = torch.promote_types(query.dtype, torch.float32)
+        # In fp32: the output is rescaled once per tile, and 16-bit rounding would add up.
         self.out = torch.zeros_like(query, dtype=self.wide, memory_format=torch.contiguous_format)
         self.total = self.out.new_full(query.shape[:3], -torch.inf)
 
@@ -148,6 +150,8 @@ class _TileAccumulator:
         out, total = _attend(self._scores(tile, pair))
         own = tile.queries.own
         before = self.total[:, :, own]
+        # Merge of two softmaxes: each output is weighted by its share of the joint sum of
+        # exponentials.
         both = torch.logaddexp(before, total.to(self.wide))
         decay, new = ((t - _finite(both)).exp()[..., None] for t in (before, total.to(self.wide)))
         self.out[:, :, own] = self.out[:, :, own] * decay + out * new
@@ -165,6 +169,7 @@ class _TileAccumulator:
         results = (t[:, :, own] for t in (self.grad, self.out, self.total))
         query, key, value, scores = _attend_backward(self._scores(tile, pair), *results)
         self.grad_query[:, :, own] += query
+        # Sum over the query heads that share a KV head.
         gradient = torch.cat((key, value), -1).unflatten(1, (pair.shape[1], -1)).sum(2)
         grad_pair[:, :, tile.keys] += gradient
         if self.grad_bias is not None and scores is not None and tile.columns is not None:
@@ -312,6 +317,7 @@ class _Ring(torch.autograd.Function):
         for tile in _prefix_tiles(share, prefix):
             work.add(tile, prefix)  # type: ignore[arg-type]
         for step in range(share.size):
+            # Sent before the tiles are computed, so that the message travels meanwhile.
             coming = _Message(moving, share) if step + 1 < share.size else None
             for tile in _tiles_of(share, (share.rank - step) % share.size, causal):
                 work.add(tile, moving)
@@ -339,6 +345,7 @@ class _Ring(torch.autograd.Function):
                 work.add_backward(tile, moving, key_gradient)
             # The gradients from previous ranks travel behind their keys and values.
             key_gradient = key_gradient if arriving is None else key_gradient + arriving.wait()
+            # `share.size` messages: the last one returns each gradient to the owner of the keys.
             arriving = _Message(key_gradient, share)
             moving = moving if coming is None else coming.wait()
         assert arriving is not None
@@ -355,7 +362,9 @@ class _Message:
     def __init__(self, tensor: Tensor, share: TokenShare) -> None:
         ranks = dist.get_process_group_ranks(share.group)
         after, before = (ranks[(share.rank + n) % share.size] for n in (1, -1))
+        # Kept as attributes, because the backend reads `sent` until the exchange is complete.
         self.sent, self.received = tensor.contiguous(), torch.empty_like(tensor)
+        # Posted together: if every process of the ring sent first, all would wait for a receiver.
         self.works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self.sent, after, share.group),

@@ -79,6 +79,8 @@ class TokenShare:
         unit = 1 if self.length % self.unit else self.unit
         base, remainder = divmod(self.length // unit, count)
         chunks: list[Chunk] = []
+        # An early and a late chunk: with a causal mask, a query's work grows with its position, and
+        # the sum over both chunks is equal for all processes.
         for number in (rank, count - 1 - rank) if self.zigzag else (rank,):
             start, end = ((n * base + min(n, remainder)) * unit for n in (number, number + 1))
             if end > start:
@@ -216,6 +218,7 @@ class TokenCut:
                 f"sequence_parallel=True needs a number of tokens divisible by tp={self.unit}, "
                 f"but a batch has {length}. Pad the sequences, or leave sequence_parallel out."
             )
+        # A process without tokens would run its blocks on empty tensors.
         if length < self.group.size() * self.unit:
             return None
         return TokenShare(self.group, length, self.zigzag, self.unit, self.by_heads)

@@ -89,6 +89,7 @@ class Link:
         """Return the number of slices in which a tensor is sent; 1 if it is sent as a whole."""
         if self.slice_group is None or not spec.dtype.is_floating_point:
             return 1
+        # An all-gather needs slices of equal length.
         size = dist.get_world_size(self.slice_group)
         return size if spec.numel and spec.numel % size == 0 else 1
 
@@ -152,6 +153,8 @@ class Route:
         self.schedule = schedule
         self.messages = order_messages(schedule)
         self._index = {
+            # A split backward sends its gradient after the first half, so one message name serves
+            # both kinds.
             action._replace(kind="backward") if action.kind == "backward_input" else action: index
             for order in schedule.orders
             for index, action in enumerate(order)
@@ -237,6 +240,8 @@ class StageMessages:
             for work in incoming.works:
                 work.wait()
         made_at = self._route.made_at(message)
+        # The peer produced this message in its action `made_at`, so it has received all messages
+        # that it used up to there.
         arrived = [o for o in self._outgoing[peer] if self._route.used_at(o.message) <= made_at]
         self._release(peer, arrived)
         pairs = zip(incoming.specs, incoming.buffers, strict=True)
@@ -250,6 +255,7 @@ class StageMessages:
     def _post_until(self, peer: int, message: StageMessage) -> None:
         """Post the receives that come before `message` in the message order of the two ranks."""
         order = self._route.messages[min(peer, self._rank), max(peer, self._rank)]
+        # An earlier call may already have posted this message, while it posted those before a send.
         while message not in self._incoming and order[self._done[peer]] != message:
             self._post(peer, order[self._done[peer]])
 
@@ -257,6 +263,7 @@ class StageMessages:
         header = torch.empty(1 + MAX_TENSORS * _ROW, dtype=torch.int64)
         tag = self._route.tag(message)
         with self._named(message, peer):
+            # The buffers can only be allocated with the shapes, so this receive blocks.
             dist.recv(header, group=self._link.group, group_src=peer, tag=tag)
             specs = _decode(header)
             incoming = _Incoming(specs, [self._room(spec) for spec in specs])
@@ -292,6 +299,7 @@ class StageMessages:
 
     def _cut(self, tensor: Tensor) -> Tensor:
         """Return the slice of a tensor that this process sends."""
+        # Backends send contiguous memory only, and the slices are cut from the flat tensor.
         tensor = tensor.detach().contiguous()
         parts = self._link.parts(_Spec(tensor.dtype, False, tuple(tensor.shape)))
         if parts == 1:
@@ -312,6 +320,8 @@ class StageMessages:
             gathered = buffer.new_empty(spec.numel)
             gather_into(gathered, buffer, group=self._link.slice_group)
             buffer = gathered.view(spec.shape)
+        # A leaf: each stage has its own autograd graph, and its input's `.grad` is the next
+        # message.
         return buffer.requires_grad_(spec.requires_grad)
 
 
@@ -326,6 +336,7 @@ def share_from(owner: int, tensors: Tensors | None, link: Link) -> Tensors:
     header = torch.empty(1 + MAX_TENSORS * _ROW, dtype=torch.int64)
     if tensors is not None:
         header = _encode(tensors, "a shared output")
+    # The header goes first: other ranks cannot allocate the tensors without it.
     dist.broadcast(header, group=link.group, group_src=owner)
     shared: list[Tensor | None] = []
     for index, spec in enumerate(_decode(header)):

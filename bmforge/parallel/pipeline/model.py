@@ -160,6 +160,8 @@ class PipelinedModel:
         pipeline = self._pipeline(len(micro_batches))
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
         for module in sharded:
+            # Gradients of all micro-batches are summed without communication and reduced once at
+            # the end.
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_is_last_backward(False)
             module.set_reshard_after_backward(self.frees, recurse=False)
@@ -170,6 +172,7 @@ class PipelinedModel:
             self.run, self._is_inside = self._refuse, False
             fill_slot_(self.model, "arrived", ())
         reduce_gradients_(self.model, sharded)
+        # After the reduction over replicas, so that only the local shards are sent.
         self._sum_shared_gradients_()
         return losses
 
@@ -178,6 +181,7 @@ class PipelinedModel:
         self._run_forward(run, micro_batches, share=False)
 
     def _run_forward(self, run: Run, micro_batches: Sequence[Batch], share: bool) -> list[Any]:
+        # Any of them: a forward-only schedule runs any number of micro-batches.
         pipeline = next(iter(self._pipelines.values()), None) or self._pipeline(self._least())
         self.run, self._is_inside = run, True
         try:
@@ -249,6 +253,7 @@ class PipelinedModel:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
+                # All ranks of the group must take part in the all-reduce, or it hangs.
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(local_tensor(parameter.grad), group=self._groups[ranks])
 
@@ -298,6 +303,7 @@ def _build_groups(
     groups = {}
     axis = (mesh.mesh_dim_names or ()).index("pp")
     lines = mesh.mesh.movedim(axis, 0).flatten(1).T.tolist()
+    # Creating groups is collective: every process creates all of them, in the same order.
     for ranks in sorted(sets):
         members = [[line[rank] for rank in ranks] for line in lines]
         group, _ = dist.new_subgroups_by_enumeration(members)

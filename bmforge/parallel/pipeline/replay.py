@@ -102,6 +102,7 @@ def _needs(action: Action, last_stage: int) -> list[Action]:
     if kind == "forward":
         return [Action("forward", stage - 1, micro_batch)] if stage else []
     if kind == "backward_weight":
+        # Weight gradients use only this rank's tensors, so no other action waits for them.
         return [Action("backward_input", stage, micro_batch)]
     after = [Action("backward_input", stage + 1, micro_batch)] if stage < last_stage else []
     return [Action("forward", stage, micro_batch), *after]
@@ -113,6 +114,8 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
     ready: dict[Action, float] = {}  # a full backward appears as its input part
     clocks = [0.0] * schedule.num_ranks
     todo = [list(reversed(order)) for order in schedule.orders]
+    # Every pass runs each rank as far as its inputs allow; if no rank gets further, they wait for
+    # each other in a circle.
     while any(todo):
         moved = False
         for rank, order in enumerate(todo):
@@ -134,12 +137,13 @@ def _finish_times(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[A
 def order_messages(schedule: Schedule) -> dict[tuple[int, int], list[StageMessage]]:
     """Return the order of the messages between each pair of ranks (lower rank first).
 
-    Messages are ordered by the time at which their senders finish if every action takes one unit of
-    time. That order agrees with
-    the action order of every rank, so a rank that waits for a message waits only for earlier work.
+    Messages are ordered by the time at which their senders finish if actions take the times of
+    `_UNIT_TIMES`. That order agrees with the action order of every rank, so a rank that waits for a
+    message waits only for earlier work.
     """
     messages: dict[tuple[int, int], list[StageMessage]] = {}
     times = _finish_times(schedule, _UNIT_TIMES)
+    # `sorted` is stable, so actions that end at the same time keep the valid order of `times`.
     for action in sorted(times, key=lambda a: times[a]):
         if action.kind == "backward_weight":
             continue

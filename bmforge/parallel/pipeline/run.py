@@ -181,6 +181,7 @@ class Pipeline:
         """Return, per stage of this rank, the last action that adds to its gradients."""
         last: dict[int, Action] = {}
         for action in self.schedule.orders[self.link.rank]:
+            # An unsplit stage computes its weight gradients together with the input gradient.
             half = "backward_weight" if action.stage in self._split else "backward_input"
             if action.kind in ("backward", half):
                 last[action.stage] = action
@@ -193,6 +194,8 @@ class Pipeline:
         outputs = (result,) if isinstance(result, Tensor) else result
         training = torch.is_grad_enabled()
         if training:
+            # Gradient edges instead of outputs: the graph does not need the values of the outputs,
+            # whose memory is freed after the send.
             run.saved[stage, micro_batch] = _ForwardState(
                 [t if t is not None and t.requires_grad else None for t in carry or ()],
                 [get_gradient_edge(t) if _wants_gradient(t) else None for t in outputs],
@@ -202,6 +205,8 @@ class Pipeline:
         else:
             if training:
                 _check_loss(result, stage)
+            # Detached, because results are kept until the end of the step and would keep their
+            # graphs.
             run.results[micro_batch] = tuple(t if t is None else t.detach() for t in outputs)
 
     def _backward(self, run: _ScheduleState, action: Action) -> None:
@@ -218,6 +223,7 @@ class Pipeline:
             return
         edges, grads, inputs = self._gather(run, stage, micro_batch)
         if is_whole:
+            # Without edges no output needs a gradient, as in a stage with frozen weights only.
             if edges:
                 torch.autograd.backward(edges, grads)
         else:
@@ -237,6 +243,7 @@ class Pipeline:
         saved = run.saved.pop((stage, micro_batch))
         grads: Tensors
         if stage == self._last:
+            # The derivative of the loss with respect to itself.
             grads = tuple(torch.ones_like(t) for t in run.results[micro_batch] if t is not None)
         else:
             grads = self._take(run, StageMessage("backward", stage + 1, micro_batch))
@@ -252,6 +259,8 @@ class Pipeline:
         if self.schedule.stage_ranks[message.receiver] != self.link.rank:
             run.wire.send(message, tensors)
             return
+        # Detached into a new leaf, as a received message is, so that the stages' graphs stay
+        # separate.
         run.handed[message] = tuple(
             None if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors
         )

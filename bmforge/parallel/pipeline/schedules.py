@@ -123,12 +123,15 @@ class _Writer:
 
 
 def _gpipe(w: _Writer) -> None:
+    # All forwards first: simple, but the activations of all micro-batches are alive at once.
     for kind in (F, B):
         for _ in range(w.num_micro_batches):
             w.add(w.rank, kind)
 
 
 def _1f1b(w: _Writer) -> None:
+    # The rank is `to_end` ranks away from the loss, so it runs that many more forwards before its
+    # first backward. At most `to_end` + 1 micro-batches are alive, however many there are.
     warm_up = min(w.to_end, w.num_micro_batches)
     for step in range(w.num_micro_batches + warm_up):
         if step < w.num_micro_batches:
@@ -142,6 +145,7 @@ def _interleaved(w: _Writer, split: bool = False) -> None:
     total = w.per_rank * w.num_micro_batches
     per_round = w.num_micro_batches // _rounds(w.num_ranks, w.num_micro_batches)
     hop = 1 if split else 2  # early input gradients need fewer micro-batches in flight
+    # One round for each further stage of the rank, and `hop` forwards for each later rank.
     warm_up = min((w.per_rank - 1) * per_round + hop * w.to_end, total)
 
     def stage(step: int) -> int:
@@ -172,18 +176,23 @@ def _zbv(w: _Writer) -> None:
     """
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
     total = max(2 * w.num_ranks - 1, w.num_micro_batches)
+    # Until micro-batch 0 has run down to the last rank and back up to this one.
     for _ in range(2 * w.to_end + 1):
         w.add(down, F)
+    # Until its gradient has come back from the last stage, on rank 0: `rank` hops each way.
     for _ in range(w.rank):
         w.add(up, F)
         w.add(down, F)
     for _ in range(w.to_end + 1):
         w.add(up, F, I, W)
+    # Steady state: both directions alternate, and no weight gradient is delayed.
     while w.count[F, up] < total:
         if w.count[F, down] < total:
             w.add(down, F)
         w.add(down, I, W)
         w.add(up, F, I, W)
+    # No forward is left. The other ranks wait for input gradients only, so weight gradients are
+    # delayed and fill the bubble at the end.
     for _ in range(w.rank):
         w.add(down, I)
         w.add(up, I)
@@ -198,6 +207,8 @@ def _zbv(w: _Writer) -> None:
 def _dualpipev(w: _Writer) -> None:
     """Build the eight phases of DeepSeek's DualPipeV schedule."""
     down, up = w.rank, 2 * w.num_ranks - 1 - w.rank
+    # The loops are steps 1 to 8 of the released code: F0; F0-F1; I1-W1-F1; F0-B1-F1-B0 (main);
+    # B1-F1-B0; B1-B0; W-I0; W. Here 0 is the stage on the way down, and 1 the one on the way up.
     for _ in range(2 * w.to_end):
         w.add(down, F)
     for _ in range(w.rank + 1):

@@ -74,6 +74,7 @@ class WeightBackward:
             # Groups with several split nodes pass graph nodes that other groups still need.
             for group in sorted(self.groups, key=lambda g: len(g.split_nodes), reverse=True):
                 self._run_group(group)
+        # Frees the graph's tensors, even if the caller keeps this object.
         self.groups, self.outputs, self.grads, self.node_grads = [], (), (), {}
 
     def _run_group(self, group: _Group) -> None:
@@ -122,12 +123,15 @@ def backward_input(
     above = _reverse(edge.node for edge in outputs)
     sources = {get_gradient_edge(tensor).node for tensor in inputs}
     path = _reachable(sources, above)
+    # Only the nodes that accumulate into a leaf tensor have the attribute `variable`.
     leaves = [node for node in above if hasattr(node, "variable") and node not in sources]
     groups = _group(leaves, above, path, {edge.node for edge in outputs} - path)
     node_grads: dict[Node, Grads] = {}
     with ExitStack() as hooks:
         for split_node in {split_node for group in groups for split_node in group.split_nodes}:
             _hook(hooks, split_node, partial(node_grads.__setitem__, split_node))
+        # With `inputs`, autograd skips products that lead to weights only; the graph is kept for
+        # `run`.
         torch.autograd.backward(outputs, grads, inputs=inputs, retain_graph=True)
     return WeightBackward(outputs, grads, node_grads, groups)
 
@@ -186,6 +190,7 @@ def _group(
     for leaf in leaves:
         reached = _reachable([leaf], above, path)
         group = _Group([leaf], reached & path, reached & loose)
+        # Weights that share a split node must run in one backward, since its graph is freed by it.
         for other in {id(g): g for n in reached if (g := groups.get(n))}.values():
             group.leaves += other.leaves
             group.split_nodes |= other.split_nodes

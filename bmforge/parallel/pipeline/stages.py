@@ -77,6 +77,7 @@ def cut_blocks(costs: Sequence[float], ends: tuple[float, float], stages: int) -
         return sums[last] - sums[first] + extra
 
     costliest, _ = _best_cut(count, stages, cost_of, max)
+    # The prefix sums round, so stages of equal cost can differ in the last bits.
     bound = costliest * (1 + 1e-9)
 
     def squared(first: int, last: int) -> float:
@@ -104,6 +105,7 @@ def _best_cut(
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         row: dict[int, tuple[float, int]] = {}
+        # Every earlier and every later stage has at least one block.
         for last in range(stage, count - (stages - stage) + 1):
             row[last] = min(
                 (join(before, cost_of(first, last)), first)
@@ -255,6 +257,7 @@ def drop_the_rest_(
         if not homes & set(stages):
             parent, _, leaf = name.rpartition(".")
             owner = model.get_submodule(parent)
+            # The other blocks keep their keys, and so their names in checkpoints.
             if isinstance(owner, nn.ModuleDict):
                 del owner[leaf]
             else:

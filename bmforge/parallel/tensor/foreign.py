@@ -32,6 +32,7 @@ class _GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # All processes use the gathered tensor in the same way, so each has its whole gradient.
         return grads[0].narrow(-1, ctx.first, ctx.width), None
 
 
@@ -45,6 +46,7 @@ class _SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Each process has the gradient of its own columns only.
         return all_gather(grads[0], ctx.tensor.group, -1), None
 
 
@@ -66,6 +68,7 @@ def _sum_tail_gradient(tensor: TensorGroup, width: int, module: Any, args: Any, 
 
 def _multiply_columns(module: Any, inner: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute the local columns of a Conv1D, whose own forward returns a fixed width."""
+    # A Conv1D stores its weight as (inputs, outputs).
     return F.linear(x, module.weight.t(), module.bias)
 
 

@@ -76,6 +76,8 @@ class TensorGroup:
         """Return the output of a sublayer: the sum of all partial results."""
         if self.tokens is None:
             return sum_forward(x, self.group)
+        # A reduce-scatter needs equal shares; `gather_input` and `restore` cut the padding off
+        # again.
         return sum_scatter_tokens(self.pad(x), self.group)
 
     def take(self, x: Tensor) -> Tensor:
@@ -94,6 +96,7 @@ class TensorGroup:
     def view_between(self, parameter: Tensor) -> Tensor:
         """Return a parameter used between sublayers; sums its gradient if tokens are sharded."""
         local = view_here(parameter)
+        # Each process uses the parameter for its own tokens only, so its gradient is a partial sum.
         return local if self.tokens is None else sum_backward(local, self.group)
 
     def view_of_heads(self, parameter: Tensor) -> Tensor:
@@ -144,6 +147,7 @@ def _apply_mixture_(module: Any, tensor: TensorGroup) -> None:
 def _run_mixture_on_all_tokens(tensor: TensorGroup, inner: Callable[..., Any], x: Tensor) -> Any:
     if tensor.tokens is None:
         return inner(x)
+    # The router sees all tokens on every process, so that all choose the same experts.
     out, logits = inner(tensor.restore(x))
     return tensor.take(out), logits
 
@@ -193,12 +197,14 @@ def add_up_(module: Any, tensor: TensorGroup) -> None:
 
 
 def _sum_products(tensor: TensorGroup, module: Any, args: Any, out: Tensor) -> Tensor:
+    # The bias comes after the sum; before it, the bias would be added once per process.
     out = tensor.reduce_output(out)
     return out if module.bias is None else out + tensor.view_between(module.bias)
 
 
 def _apply_embedding_(module: nn.Embedding, tensor: TensorGroup) -> None:
     """Make a vocabulary-sharded embedding look up its own tokens, and all-reduce the results."""
+    # Shards are those of a DTensor: ceil(V / size) rows, and fewer on the last processes.
     width = -(-module.num_embeddings // tensor.size)
     first = tensor.rank * width
     padding = module.padding_idx
@@ -211,6 +217,7 @@ def _look_up_here(
     module: nn.Embedding, tensor: TensorGroup, first: int, inner: Callable[..., Any], ids: Tensor
 ) -> Tensor:
     is_local = (ids >= first) & (ids < first + module.weight.shape[0])
+    # Other processes' tokens read row 0, which is multiplied by 0, as an index must be valid.
     rows = inner((ids - first).where(is_local, 0))
     return tensor.sum_forward(rows * is_local[..., None])
 
@@ -244,11 +251,14 @@ class _GatherLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, vocab: _Vocab) -> Tensor:
         ctx.vocab, ctx.here = vocab, logits.shape[-1]
+        # The last processes may have fewer columns, and an all-gather needs equal widths.
         padded = F.pad(logits, (0, vocab.width - ctx.here))
         return all_gather(padded, vocab.group, -1)[..., : vocab.rows]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # The gathered logits are used in the same way by all processes, so the gradient is not
+        # summed.
         return grads[0].narrow(-1, ctx.vocab.first, ctx.here), None
 
 

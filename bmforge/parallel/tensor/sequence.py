@@ -26,6 +26,7 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
     memory and the tokens stay replicated.
     """
     blocks = list(stack.children())
+    # The length before sharding: padded shards do not tell how many tokens there are.
     now: dict[str, int | None] = {}
 
     def span() -> tuple[nn.Module, nn.Module]:
@@ -42,6 +43,8 @@ def divide_tokens_(stack: nn.Module, tensor: TensorGroup) -> None:
             now["tokens"] = args[0].shape[1] if torch.is_grad_enabled() else None
             if now["tokens"] is not None:
                 args = (tensor.take(args[0]), *args[1:])
+        # An argument, because recomputation in backward repeats the call with the same arguments
+        # while `now` may belong to a later call.
         return args, {**kwargs, "tokens": now["tokens"]}
 
     def end(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
