@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 pytestmark = pytest.mark.long
 TEXTS = [f"text {number}" for number in range(2048)]
@@ -22,6 +22,9 @@ SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}},
 
 class City(BaseModel):
     """A city."""
+
+    # With other fields allowed, the random model may add some until its answer is cut off.
+    model_config = ConfigDict(extra="forbid")
 
     large: bool
     capital: bool
