@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -142,6 +142,13 @@ class Tokenizer(ABC):
         Names of special tokens in the texts are encoded as characters.
         """
         return self.encode_batch(texts)
+
+    def cut_text(self, text: str) -> Iterator[str]:
+        """Yield pieces of a text whose `encode_plain` ids, joined, are those of the whole text.
+
+        By default, the whole text; `FastTokenizer` cuts long texts, which limits memory.
+        """
+        yield text
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the vocabulary files and a tokenizer_config.json into `directory`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from bmforge.tokenizers.base import (
     unreadable_text,
 )
 from bmforge.tokenizers.gguf_read import read_gguf_tokenizer
+from bmforge.tokenizers.text_pieces import PIECE_CHARACTERS, cut_text, find_separators
 from bmforge.tokenizers.tokenizer_json import (
     ROLE_FILES,
     TEMPLATE_FILE,
@@ -248,6 +249,20 @@ class FastTokenizer(Tokenizer):
         except (TypeError, UnicodeError) as error:
             raise unreadable_text(texts, error) from error
         return [encoding.ids for encoding in encoded]
+
+    def cut_text(self, text: str) -> Iterator[str]:
+        """Yield pieces of a text whose `encode_plain` ids, joined, are those of the whole text.
+
+        A text is not cut if the tokenizer has no known place where it always splits.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            yield text
+        else:
+            yield from cut_text(text, self._separators)
+
+    @cached_property
+    def _separators(self) -> str:
+        return find_separators(self._plain_tokenizer)
 
     @cached_property
     def _plain_tokenizer(self) -> Any:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import tokenizers
 
 from bmforge.data.sources.document import Document
@@ -15,6 +16,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.logging import ProgressBar
 from bmforge.prepare_settings import BpeConfig
 from bmforge.tokenizers import AutoTokenizer, FastTokenizer, Tokenizer
+from bmforge.tokenizers.text_pieces import cut_text, find_separators
 from bmforge.tokenizers.tokenizer_json import CONFIG_FILE
 
 __all__ = [
@@ -37,7 +39,7 @@ _CONFIG = {
     "clean_up_tokenization_spaces": False,
 }
 _SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
-_BATCH_DOCUMENTS = 256
+_BATCH_PIECES = 256
 _BATCH_CHARACTERS = 1 << 20
 
 
@@ -82,7 +84,8 @@ def train_bpe(
         show_progress=False,
     )
     with ProgressBar("train tokenizer") as bar:
-        tokenizer.train_from_iterator(_count(texts, bar), trainer)
+        separators = find_separators(tokenizer)
+        tokenizer.train_from_iterator(_cut_and_count(texts, separators, bar), trainer)
     roles = {"bos": END_OF_TEXT, "eos": END_OF_TEXT}
     settings = (json.dumps(_CONFIG, indent=2, ensure_ascii=False) + "\n").encode()
     return FastTokenizer(tokenizer.to_str(pretty=True).encode(), roles, {CONFIG_FILE: settings})
@@ -125,9 +128,9 @@ def _make_pre_tokenizer(config: BpeConfig) -> tokenizers.pre_tokenizers.PreToken
     return tokenizers.pre_tokenizers.Sequence([*parts, byte_level]) if parts else byte_level
 
 
-def _count(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
+def _cut_and_count(texts: Iterable[str], separators: str, bar: ProgressBar) -> Iterator[str]:
     for text in texts:
-        yield text
+        yield from cut_text(text, separators)
         bar.advance()
 
 
@@ -172,7 +175,8 @@ def encode_to_store(
         num_documents: total number of documents, for the progress bar.
         overwrite: True to replace an existing store.
 
-    Memory: about a million characters of text at a time, or one document if that is longer.
+    Memory: about a million characters of text at a time, and the ids of one document. A longer
+    document is encoded in pieces if the tokenizer can (`Tokenizer.cut_text`), else as a whole.
     """
     eos = end_of_text_id(tokenizer) if eos_id is None else eos_id
     with ProgressBar("tokenise", num_documents) as bar:
@@ -191,27 +195,43 @@ def encode_quietly(
     count = EncodeCount()
     vocab_size = max(tokenizer.vocab_size, eos + 1)
     with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=overwrite) as writer:
-        for texts in _batches(documents):
-            for ids in tokenizer.encode_plain(texts):
-                ids.append(eos)
-                writer.add_item(ids)
-                writer.end_document()
+        unfinished: list[np.ndarray] = []
+        for pieces in _batches(documents, tokenizer):
+            for ids, (_, is_last) in zip(
+                tokenizer.encode_plain([text for text, _ in pieces]), pieces, strict=True
+            ):
+                if is_last:
+                    ids.append(eos)
+                unfinished.append(np.asarray(ids, dtype=np.int64))
+                if is_last:
+                    writer.add_item(np.concatenate(unfinished))
+                    writer.end_document()
+                    unfinished.clear()
                 count.tokens += len(ids)
-            count.documents += len(texts)
-            count.text_bytes += sum(len(text.encode()) for text in texts)
-            advance(len(texts), f"{count.tokens} tokens")
+            ended = sum(is_last for _, is_last in pieces)
+            count.documents += ended
+            count.text_bytes += sum(len(text.encode()) for text, _ in pieces)
+            advance(ended, f"{count.tokens} tokens")
     return count
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """Yield batches of texts, with at most 256 documents or about a million characters."""
-    texts: list[str] = []
+def _batches(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterator[list[tuple[str, bool]]]:
+    """Yield batches of (piece of a document, True for the last piece of its document).
+
+    A batch has at most 256 pieces, and about a million characters or one longer piece.
+    """
+    pieces: list[tuple[str, bool]] = []
     characters = 0
     for document in documents:
-        texts.append(document.text)
-        characters += len(document.text)
-        if len(texts) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-            yield texts
-            texts, characters = [], 0
-    if texts:
-        yield texts
+        left = len(document.text)
+        for piece in tokenizer.cut_text(document.text):
+            left -= len(piece)
+            pieces.append((piece, not left))
+            characters += len(piece)
+            if len(pieces) == _BATCH_PIECES or characters >= _BATCH_CHARACTERS:
+                yield pieces
+                pieces, characters = [], 0
+    if pieces:
+        yield pieces
