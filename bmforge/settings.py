@@ -22,7 +22,7 @@ __all__ = [
     "MemoryOptions",
     "QualityConfig",
     "QuickstartConfig",
-    "TalkConfig",
+    "ChatSessionConfig",
 ]
 
 
@@ -165,7 +165,7 @@ class QuickstartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TalkConfig:
+class ChatSessionConfig:
     """Options of a chat; options that are None use the model's defaults.
 
     EVA's defaults are those of its original project.

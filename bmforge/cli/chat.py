@@ -16,13 +16,26 @@ from bmforge.cli.options import ChatCommand
 from bmforge.errors import BmforgeError, ConfigError
 from bmforge.files import replace_file
 from bmforge.infer.chat import Conversation
-from bmforge.infer.conversation import OWN_FORMS, Talk, TalkConfig, open_conversation, open_talk
+from bmforge.infer.conversation import (
+    OWN_FORMS,
+    ChatSession,
+    ChatSessionConfig,
+    open_chat_session,
+    open_conversation,
+)
 from bmforge.infer.engine import EngineConfig
 from bmforge.recipes.adapter_dirs import find_source
 from bmforge.settings import MemoryOptions
 from bmforge.tokenizers import AutoTokenizer
 
-__all__ = ["OWN_FORMS", "TalkConfig", "ThoughtFilter", "answer_once", "run_chat", "talk"]
+__all__ = [
+    "OWN_FORMS",
+    "ChatSessionConfig",
+    "ThoughtFilter",
+    "answer_once",
+    "run_chat",
+    "run_chat_session",
+]
 
 _HELP = """\
 /clear          forget the conversation
@@ -37,7 +50,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 def run_chat(command: ChatCommand) -> None:
     """Chat with a model in the terminal."""
-    talk(
+    run_chat_session(
         command.model,
         command.config,
         command.memory,
@@ -47,9 +60,9 @@ def run_chat(command: ChatCommand) -> None:
     )
 
 
-def talk(
+def run_chat_session(
     model: str,
-    config: TalkConfig,
+    config: ChatSessionConfig,
     memory: MemoryOptions | None = None,
     adapters: Sequence[str] = (),
     shows_thoughts: bool = True,
@@ -77,7 +90,7 @@ def talk(
         limit = None
         if memory.device_budget is not None:
             limit = EngineConfig(max_tokens=memory.max_model_len).tokens_of(opened)
-        chat = open_talk(opened, tokenizer, config, directory=source.tokenizer, limit=limit)
+        chat = open_chat_session(opened, tokenizer, config, directory=source.tokenizer, limit=limit)
         if config.seed is None:
             torch.seed()
         _Session(chat, shows_thoughts).run()
@@ -129,7 +142,7 @@ class _Session:
         shows_thoughts: whether to print the text between ``<think>`` and ``</think>``.
     """
 
-    def __init__(self, chat: Talk, shows_thoughts: bool) -> None:
+    def __init__(self, chat: ChatSession, shows_thoughts: bool) -> None:
         self._chat, self._shows_thoughts = chat, shows_thoughts
 
     def run(self) -> None:

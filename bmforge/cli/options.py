@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from bmforge.settings import (
+    ChatSessionConfig,
     EvaluateConfig,
     MemoryOptions,
-    TalkConfig,
 )
 
 __all__ = [
@@ -143,7 +143,9 @@ class ChatCommand:
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    config: Annotated[TalkConfig, tyro.conf.arg(name="")] = field(default_factory=TalkConfig)
+    config: Annotated[ChatSessionConfig, tyro.conf.arg(name="")] = field(
+        default_factory=ChatSessionConfig
+    )
     adapter: tuple[str, ...] = ()
     allow_other_base: bool = False
     hide_thoughts: bool = False

@@ -17,7 +17,7 @@ from bmforge.parallel.distributed import launched_processes, restarts_failed
 from bmforge.recipes import TASKS, find_recipe
 from bmforge.recipes.adapters import default_rate
 from bmforge.recipes.registry import Recipe, read_config, read_config_values
-from bmforge.recipes.start import read_changes, record_given, settle_model
+from bmforge.recipes.start import complete_model_config, read_changes, record_given
 
 __all__ = ["run_task"]
 
@@ -52,7 +52,7 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
     if changes is not None:
         config.changes = read_changes(changes)
     if shows or tries or plans is not None:
-        config = settle_model(config)
+        config = complete_model_config(config)
     if traces and not config.train.profile_steps:
         config.train = dataclasses.replace(config.train, profile_steps=_PROFILED_STEPS)
     if old_file is not None:

@@ -15,16 +15,16 @@ from bmforge.infer.chat import Conversation
 from bmforge.infer.openbmb.chat import Chat, ChatConfig
 from bmforge.infer.openbmb.documents import fill_documents
 from bmforge.logging import get_logger
-from bmforge.settings import TalkConfig
+from bmforge.settings import ChatSessionConfig
 from bmforge.tokenizers.chat_template import ChatTemplate, find_template
 
 __all__ = [
     "OWN_FORMS",
-    "Talk",
-    "TalkConfig",
+    "ChatSession",
+    "ChatSessionConfig",
     "LockedConversation",
     "open_conversation",
-    "open_talk",
+    "open_chat_session",
 ]
 
 # Training objectives of families with their own conversation format.
@@ -32,7 +32,7 @@ OWN_FORMS = ("dialogues", "documents")
 _EVA_ALONE = ("window", "no_repeat_ngram")
 
 
-class Talk(Protocol):
+class ChatSession(Protocol):
     """Interface of a conversation."""
 
     def reply(self, text: str) -> str:
@@ -46,21 +46,23 @@ class LockedConversation:
     """Conversation that locks the model only while an answer is generated.
 
     Args:
-        talk: conversation to wrap.
+        session: conversation to wrap.
         turn: factory of context managers that lock the model for one answer.
     """
 
-    def __init__(self, talk: Talk, turn: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._talk, self._turn = talk, turn
+    def __init__(
+        self, session: ChatSession, turn: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._session, self._turn = session, turn
 
     def reply(self, text: str) -> str:
         """Send a user message and return the answer; both are appended to the history."""
         with self._turn():
-            return self._talk.reply(text)
+            return self._session.reply(text)
 
     def clear(self) -> None:
         """Clear the history."""
-        self._talk.clear()
+        self._session.clear()
 
 
 class _Documents:
@@ -84,14 +86,14 @@ class _Documents:
         self._said = []
 
 
-def open_talk(
+def open_chat_session(
     model: Any,
     tokenizer: Any,
-    config: TalkConfig,
+    config: ChatSessionConfig,
     *,
     directory: Path | None = None,
     limit: int | None = None,
-) -> Talk:
+) -> ChatSession:
     """Open a conversation in the model's own format.
 
     Args:
@@ -138,7 +140,7 @@ def open_conversation(
     """Open a conversation with the chat template of the model's directory, or the default one.
 
     Args:
-        model, tokenizer, directory, limit: arguments of `open_talk`.
+        model, tokenizer, directory, limit: arguments of `open_chat_session`.
         options: fields of `GenerationConfig`.
         system: system message.
     """

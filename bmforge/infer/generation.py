@@ -313,29 +313,31 @@ def check_prompt(
             f"logit_bias or bad_words_ids contains id {max(named)}, but the model has "
             f"vocab_size={model.config.vocab_size}. Use ids of the model's own tokenizer."
         )
-    goes_on = not model.traits.is_encoder_decoder
-    _check_length(model, input_ids.shape[1], config.max_new_tokens, goes_on)
+    is_decoder = not model.traits.is_encoder_decoder
+    _check_length(model, input_ids.shape[1], config.max_new_tokens, is_decoder)
     pad, is_given = config.pad_token_id, attention_mask is not None
     if attention_mask is None and pad is not None and pad not in config.eos_tokens:
         attention_mask = input_ids != pad
     if attention_mask is None:
         return None
-    mask = _check_mask(input_ids, attention_mask, goes_on)
+    mask = _check_mask(input_ids, attention_mask, is_decoder)
     # A soft prompt is in front of the padding, so rows of a model with a soft prompt may have a
     # gap. A mask computed from the ids has a gap if a text contains the padding token.
-    if mask is not None and is_given and goes_on and not _describe_prompt(table):
+    if mask is not None and is_given and is_decoder and not _describe_prompt(table):
         _check_gaps(mask)
     return mask
 
 
-def _check_length(model: CausalLM | Seq2Seq, length: int, new_tokens: int, goes_on: bool) -> None:
+def _check_length(
+    model: CausalLM | Seq2Seq, length: int, new_tokens: int, is_decoder: bool
+) -> None:
     """Raise `ConfigError` if a sequence exceeds the model's positions.
 
-    `goes_on` is True for a decoder, which continues the prompt. In an encoder-decoder the limit
+    `is_decoder` is True for a decoder, which continues the prompt. In an encoder-decoder the limit
     applies to source and target separately.
     """
     limit = model.position_limit
-    needed = length + new_tokens if goes_on else max(length, new_tokens)
+    needed = length + new_tokens if is_decoder else max(length, new_tokens)
     if limit is not None and needed > limit:
         raise ConfigError(
             f"{length} prompt tokens and max_new_tokens={new_tokens} need {needed} positions, but "
@@ -360,8 +362,8 @@ def _describe_prompt(table: Any) -> str:
     return f" and a soft prompt of {more} vectors" if more else ""
 
 
-def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Tensor | None:
-    """Validate the mask of a decoder (`goes_on`: padded on the left) or of an encoder."""
+def _check_mask(input_ids: Tensor, attention_mask: Tensor, is_decoder: bool) -> Tensor | None:
+    """Validate the mask of a decoder (`is_decoder`: padded on the left) or of an encoder."""
     if attention_mask.shape != input_ids.shape:
         raise ShapeError(
             f"attention_mask has shape {tuple(attention_mask.shape)} (needed: the shape of "
@@ -370,10 +372,10 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, goes_on: bool) -> Ten
     mask = (attention_mask != 0).long()
     if bool(mask.all()):
         return None
-    if not goes_on and not bool(mask.any(1).all()):
+    if not is_decoder and not bool(mask.any(1).all()):
         rows = (~mask.any(1)).nonzero()[:, 0].tolist()
         raise ShapeError(f"sequences {rows} contain padding only. Remove them.")
-    if goes_on and not bool(mask[:, -1].all()):
+    if is_decoder and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(
             f"sequences {rows} end with padding, so no token can be generated after them. Pad on "

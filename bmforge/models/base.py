@@ -195,7 +195,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         changes = {"head": head, "num_labels": num_labels}
         config = config.replace(**{k: v for k, v in changes.items() if v is not None})
         files = WeightFiles(directory, reads)
-        config = cls.settle_config(config, files.shapes)
+        config = cls.complete_from_shapes(config, files.shapes)
         model = cls.from_config(config, device="meta", dtype=dtype)
         settled = resolve_tie(model, files, tie_word_embeddings)
         if settled != config:
@@ -204,7 +204,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         return model, files
 
     @classmethod
-    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def complete_from_shapes(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Complete a config with values that can only be inferred from the shapes of the weights.
 
         Families override this if config.json does not tell their published formats apart.

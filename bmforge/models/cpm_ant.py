@@ -58,7 +58,7 @@ class CPMAnt(CPMLive):
         return model
 
     @classmethod
-    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def complete_from_shapes(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Recognize CPM-Ant+ by its weights, in which the prompts follow the vocabulary.
 
         The weights do not show whether the residual is scaled, as in branch master of CPM-Live. If

@@ -114,7 +114,7 @@ class EVA(Seq2Seq):
         }
 
     @classmethod
-    def settle_config(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def complete_from_shapes(cls, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Set `activation` to "gelu_new" for Megatron shards, unless config.json contains it."""
         if _MEGATRON not in shapes or cls.config_class.hf_names["activation"] in config.raw:
             return config

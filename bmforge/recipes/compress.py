@@ -41,7 +41,7 @@ from bmforge.recipes.compress_checks import (
     estimate_phases,
     stored_dtype,
 )
-from bmforge.recipes.compress_runs import check_runs, check_task, settle_run
+from bmforge.recipes.compress_runs import check_runs, check_task, make_phase_run
 from bmforge.recipes.compression_phases import CalibrationConfig, read_calibration
 from bmforge.recipes.evaluate import evaluate_model
 from bmforge.recipes.run_dir import check_new_run, lock_run_dir, write_run_config
@@ -229,7 +229,7 @@ def _train_phase(
 ) -> PhaseResults:
     """Run a phase by training on the task with the phase's methods attached to the model."""
     run_dir = phase_dir / "run"
-    recipe, settings = settle_run(config, phase, source, run_dir)
+    recipe, settings = make_phase_run(config, phase, source, run_dir)
     result = recipe.run(settings)
     if result.stopped:
         raise StoppedError
@@ -263,7 +263,7 @@ def store_teacher_answers(config: CompressRunConfig, count: int) -> Path:
     phases, source = _check(config)
     phase = max(phases, key=lambda phase: phase.steps)
     with tempfile.TemporaryDirectory() as folder:
-        recipe, settings = settle_run(config, phase, source, Path(folder) / "run")
+        recipe, settings = make_phase_run(config, phase, source, Path(folder) / "run")
         changes = {"answers": config.out, "answer_count": count}
         settings.compress = dataclasses.replace(settings.compress, **changes)
         recipe.run(settings)

@@ -18,7 +18,7 @@ from bmforge.recipes.compression_phases import PhaseConfig
 from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.run import check_recipe
 
-__all__ = ["check_runs", "check_task", "settle_run"]
+__all__ = ["check_runs", "check_task", "make_phase_run"]
 
 
 def check_task(config: Any, phases: tuple[Phase, ...]) -> None:
@@ -44,7 +44,7 @@ def check_task(config: Any, phases: tuple[Phase, ...]) -> None:
     find_recipe(config.task, str(find_source(config.model).model))
 
 
-def settle_run(config: Any, phase: Phase, source: Path, run_dir: Path) -> tuple[Recipe, Any]:
+def make_phase_run(config: Any, phase: Phase, source: Path, run_dir: Path) -> tuple[Recipe, Any]:
     """Return the task's recipe and the config of its run for a phase."""
     # `source` is the model after the previous phase.
     recipe = find_recipe(config.task, str(source))
@@ -75,7 +75,7 @@ def check_runs(config: Any, phases: Sequence[Phase], source: Path, *, reads_data
         reads_data: whether to read and encode the training data, which all phases share.
     """
     for phase in filter(lambda phase: phase.steps, phases):
-        recipe, settings = settle_run(config, phase, source, config.out / "phases" / "check")
+        recipe, settings = make_phase_run(config, phase, source, config.out / "phases" / "check")
         check = partial(check_recipe, processes=launched_processes(), reads_data=reads_data)
         recipe.run(settings, check)
         reads_data = False

@@ -24,7 +24,7 @@ from bmforge.recipes.finetune import TaskTuneConfig, tune_task, with_classes
 from bmforge.recipes.run import Launch, RunResult, run_recipe
 from bmforge.recipes.run_dir import check_new_run
 from bmforge.recipes.search_page import write_search_page
-from bmforge.recipes.start import family_of, settle_model
+from bmforge.recipes.start import complete_model_config, family_of
 from bmforge.train import OptimConfig, TrainConfig
 
 __all__ = ["DeltaSearchConfig", "SearchConfig", "find_candidates", "plan_rounds", "search_deltas"]
@@ -166,7 +166,7 @@ def find_candidates(config: Any) -> dict[str, Candidate]:
         ConfigError: no adapter fits.
     """
     search: SearchConfig = config.search
-    sizes = settle_model(with_classes(config)).model
+    sizes = complete_model_config(with_classes(config)).model
     candidates: dict[str, Candidate] = {}
     refused = []
     for name, delta in _spell(search):

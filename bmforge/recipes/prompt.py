@@ -36,7 +36,7 @@ from bmforge.recipes.inputs.prompt_parts import (
 from bmforge.recipes.inputs.task_data import TaskDataConfig, read_examples
 from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
 from bmforge.recipes.run_dir import add_results, check_new_run
-from bmforge.recipes.start import settle_model, traits_of
+from bmforge.recipes.start import complete_model_config, traits_of
 from bmforge.train import EvalResult, OptimConfig, TrainConfig
 from bmforge.tune.prompt import (
     PromptGenerator,
@@ -223,7 +223,7 @@ def _with_rows(config: Any) -> Any:
     if any(change.kind == "prompt" for change in (*config.changes, *config.model.changes)):
         return _train_rows(config)  # the config of a resumed run already has the soft tokens
     text = open_template(config, *_look(config))
-    rows, _ = number_rows(parse_template(text), open_tokenizer(settle_model(config)))
+    rows, _ = number_rows(parse_template(text), open_tokenizer(complete_model_config(config)))
     count = config.soft_front + len(rows)
     if not count:
         return config

@@ -139,7 +139,7 @@ def _continues(traits: Traits) -> bool:
     return (traits.attention, traits.objective) == ("causal", "next token")
 
 
-def _goes_on(traits: Traits) -> bool:
+def _generates_tokens(traits: Traits) -> bool:
     """Return True if models of the family generate token by token."""
     return _writes(traits) or traits.objective == "blanks"
 
@@ -204,7 +204,7 @@ TASKS: Mapping[str, Task] = {
     ),
     "prompt-generate": Task(
         TASK_NAMES["prompt-generate"],
-        (Form(_goes_on, PromptGenerateConfig, train_texts),),
+        (Form(_generates_tokens, PromptGenerateConfig, train_texts),),
         tunes=True,
     ),
     "squad": Task(TASK_NAMES["squad"], (Form(_writes, SQuADTuneConfig, tune_squad),), tunes=True),

@@ -23,7 +23,7 @@ from bmforge.recipes.idle_options import refuse_idle_for, refuse_idle_options, r
 from bmforge.recipes.micro_batches import resolve_batch
 from bmforge.recipes.resume_check import check_resumed_data
 from bmforge.recipes.run_dir import check_new_run, check_overridden
-from bmforge.recipes.start import check_length, need_fields, settle_model
+from bmforge.recipes.start import check_length, complete_model_config, need_fields
 from bmforge.train.best import BestEvaluation
 from bmforge.train.optim.build import build_optimizers
 from bmforge.train.schedule import build_schedule
@@ -76,7 +76,7 @@ def check_options(
     """
     config.layout.check(processes)
     config.loss_scale.check(config.train.precision)
-    config = settle_model(config)
+    config = complete_model_config(config)
     refuse_idle_options(config, **needs)
     config = resolve_adapter(need_fields(config, needs))
     config = dataclasses.replace(config, data=resolve_batch(config, processes))

@@ -42,7 +42,7 @@ __all__ = [
     "need_fields",
     "read_changes",
     "record_given",
-    "settle_model",
+    "complete_model_config",
     "soft_prompt_length",
     "traits_of",
     "with_changes",
@@ -196,7 +196,7 @@ def change_model(config: Any, **changes: Any) -> Any:
     return dataclasses.replace(config, model=model, model_changes=names)
 
 
-def settle_model(config: Any) -> Any:
+def complete_model_config(config: Any) -> Any:
     """Return a config with final model sizes: those of `init_from`, except for set fields.
 
     `model_changes` then names the fields that differ from the initial model.
@@ -235,7 +235,9 @@ def settle_model(config: Any) -> Any:
 def _read_sizes(family: type[Model], directory: Path) -> ModelConfig:
     """Return the config of a model; embeddings are tied if they are tied in the stored weights."""
     files = WeightFiles(directory)
-    config = family.settle_config(family.config_class.from_pretrained(directory), files.shapes)
+    config = family.complete_from_shapes(
+        family.config_class.from_pretrained(directory), files.shapes
+    )
     return resolve_tie(family.from_config(config, device="meta"), files)
 
 
@@ -243,14 +245,14 @@ def changed_fields(config: Any) -> list[str]:
     """Return the names of the `model` fields that differ from the initial model, or the preset."""
     if config.init_from is None:
         return _given(config)
-    return list(settle_model(config).model_changes)
+    return list(complete_model_config(config).model_changes)
 
 
 def need_fields(config: Any, needs: Mapping[str, Any]) -> Any:
     """Set the `model` fields that a task requires in a config; return the new config.
 
     Args:
-        config: the run's config after `settle_model`.
+        config: the run's config after `complete_model_config`.
         needs: required fields and values, such as the head.
 
     Raises:

@@ -117,13 +117,13 @@ class CallReader:
     def feed(self, text: str) -> Iterator[Part]:
         """Process the next text of an answer; yield text and tool calls that are now complete."""
         self._pending += text
-        goes_on = True
-        while goes_on and self._pending:
+        has_progress = True
+        while has_progress and self._pending:
             if self._is_inside:
-                goes_on = self._find_close()
-                yield from self._read_inner(is_closed=goes_on)
+                has_progress = self._find_close()
+                yield from self._read_inner(is_closed=has_progress)
             else:
-                before, goes_on = self._find_open()
+                before, has_progress = self._find_open()
                 if before:
                     yield before
 

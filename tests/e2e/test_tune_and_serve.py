@@ -17,10 +17,10 @@ from small_runs import write_jsonl
 from test_adapter_runs import write_qwen3
 
 from bmforge.cli import main
-from bmforge.cli.chat import talk
+from bmforge.cli.chat import run_chat_session
 from bmforge.cli.serve import _open_engine
 from bmforge.cli.serve_options import ServeCommand
-from bmforge.infer.conversation import TalkConfig
+from bmforge.infer.conversation import ChatSessionConfig
 from bmforge.models import AutoModel
 from bmforge.recipes.adapter_dirs import find_source, merge_adapter
 from bmforge.serve.app import create_app
@@ -94,5 +94,5 @@ def test_three_commands(
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO("hi\n"))
-        talk("runs/mine", TalkConfig(num_beams=2), shows_thoughts=False)
+        run_chat_session("runs/mine", ChatSessionConfig(num_beams=2), shows_thoughts=False)
     assert capsys.readouterr().out.strip() == "hello there"

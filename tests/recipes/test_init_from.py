@@ -9,7 +9,7 @@ import torch
 
 from bmforge.models import Llama, LlamaConfig, load_weights_
 from bmforge.recipes.sft import LlamaSFTConfig
-from bmforge.recipes.start import settle_model
+from bmforge.recipes.start import complete_model_config
 from bmforge.testing import assert_close
 
 
@@ -30,7 +30,7 @@ def test_a_head_of_its_own(says: bool | None, tmp_path: Path) -> None:
     text = file.read_text()
     line = next(line for line in text.splitlines() if "tie_word_embeddings" in line)
     file.write_text(text.replace(line, line.replace("false", "true") if says else ""))
-    settled = settle_model(LlamaSFTConfig(init_from=str(tmp_path))).model
+    settled = complete_model_config(LlamaSFTConfig(init_from=str(tmp_path))).model
     assert settled.tie_word_embeddings is sizes.tie_word_embeddings
     started = load_weights_(Llama.from_config(settled, device="meta"), tmp_path)
     ids = torch.tensor([[1, 2, 3]])

@@ -16,11 +16,11 @@ from test_chat_after_tuning import build
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from bmforge.cli import main
-from bmforge.cli.chat import talk
+from bmforge.cli.chat import run_chat_session
 from bmforge.cli.serve import _open_engine
 from bmforge.cli.serve_options import ServeCommand
 from bmforge.data.sources.conversations import ChatExample
-from bmforge.infer.conversation import TalkConfig, open_conversation
+from bmforge.infer.conversation import ChatSessionConfig, open_conversation
 from bmforge.infer.harness import TextModel
 from bmforge.models import AutoModel
 from bmforge.models.base import Model
@@ -139,7 +139,7 @@ def test_prompt_ids_are_those_of_transformers(
     def talk_once() -> None:
         with monkeypatch.context() as patch:
             patch.setattr("sys.stdin", io.StringIO(ONE[0]["content"] + "\n"))
-            talk(str(folder), TalkConfig(max_new_tokens=1))
+            run_chat_session(str(folder), ChatSessionConfig(max_new_tokens=1))
 
     words = ["generate", str(folder), "--chat", "--prompt", ONE[0]["content"]]
     assert first_input(lambda: main([*words, "--max-new-tokens", "1"])) == ids_of(ONE)

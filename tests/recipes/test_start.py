@@ -16,7 +16,7 @@ from bmforge.models import GPT2, AutoModel, GPT2Config
 from bmforge.recipes.finetune import BertSuperGLUEConfig
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
-from bmforge.recipes.start import change_model, settle_model
+from bmforge.recipes.start import change_model, complete_model_config
 from bmforge.train import TrainConfig
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_seq_len": 32}
@@ -84,23 +84,23 @@ def test_a_file_gives_the_fields_it_names(start, tmp_path, capsys) -> None:
 
 
 def test_python_names_the_fields(start) -> None:
-    own = settle_model(config(start))
+    own = complete_model_config(config(start))
     assert (own.model.dropout, own.model_changes) == (0.1, ())
-    differing = settle_model(config(start, model=USUAL.replace(dropout=0.3)))
+    differing = complete_model_config(config(start, model=USUAL.replace(dropout=0.3)))
     assert (differing.model.dropout, differing.model.attn_dropout) == (0.3, 0.1)
-    given = settle_model(config(start, model_changes=("dropout", "attn_dropout")))
+    given = complete_model_config(config(start, model_changes=("dropout", "attn_dropout")))
     assert (given.model.dropout, given.model.attn_dropout) == (0.0, 0.0)
-    assert settle_model(given) == given
+    assert complete_model_config(given) == given
     with pytest.raises(ConfigError, match="Did you mean 'dropout'"):
-        settle_model(config(start, model_changes=("dropuot",)))
+        complete_model_config(config(start, model_changes=("dropuot",)))
     with pytest.raises(ConfigError, match="no effect without init_from"):
-        settle_model(config(start, init_from=None, model_changes=("dropout",)))
+        complete_model_config(config(start, init_from=None, model_changes=("dropout",)))
 
 
 def test_what_follows_from_a_given_field_follows(start) -> None:
     """Half as many heads are twice as wide."""
     model = USUAL.without_derived().replace(num_heads=1)
-    settled = settle_model(config(start, model=model, model_changes=("num_heads",))).model
+    settled = complete_model_config(config(start, model=model, model_changes=("num_heads",))).model
     assert (settled.num_kv_heads, settled.head_dim, settled.hidden_size) == (1, 16, 16)
 
 

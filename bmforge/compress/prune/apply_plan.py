@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
-from bmforge.compress.prune.sizing import ResolvedModel, settle_config, unsupported_fields
+from bmforge.compress.prune.sizing import ResolvedModel, config_after_pruning, unsupported_fields
 from bmforge.compress.prune.slice_tensors import Picks, fold_block, kept_indices_of_block, take
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
@@ -108,7 +108,7 @@ def check_plan(
     plan.check(model)
     _check_plain(model, plan)
     plan = _order_shared_heads(model, plan)
-    settled = settle_config(model, plan)
+    settled = config_after_pruning(model, plan)
     reason = "; ".join(unsupported_fields(settled.config))
     if uniform and reason:
         raise ConfigError(
@@ -277,7 +277,7 @@ def hidden_dims(model: Any, count: int) -> dict[str, list[int]]:
         model: bmforge model of any family.
         count: hidden size of the copy, different from the current one.
     """
-    only = settle_config(model, PruningPlan(hidden=tuple(range(count)))).model
+    only = config_after_pruning(model, PruningPlan(hidden=tuple(range(count)))).model
     tried = persistent_tensors(only)
     return {
         name: [

@@ -19,7 +19,7 @@ from bmforge.models.changes import Change
 from bmforge.models.sizes import LayerSizes, Sizes, sizes_of
 from bmforge.nn import Block, MoESpec
 
-__all__ = ["ResolvedModel", "unsupported_fields", "settle_config"]
+__all__ = ["ResolvedModel", "unsupported_fields", "config_after_pruning"]
 
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 _FEED = ("intermediate_size", "num_experts", "experts_per_token")
@@ -40,7 +40,7 @@ class ResolvedModel:
     sources: Mapping[str, str]
 
 
-def settle_config(model: Any, plan: PruningPlan) -> ResolvedModel:
+def config_after_pruning(model: Any, plan: PruningPlan) -> ResolvedModel:
     """Return the config of the model that a plan produces, and the model on the meta device.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.host_tuning import read_tuning, return_freed_memory
-from bmforge.infer.conversation import LockedConversation, Talk, open_talk
+from bmforge.infer.conversation import ChatSession, LockedConversation, open_chat_session
 from bmforge.infer.engine.budget import EngineConfig, plan_memory
 from bmforge.infer.engine.draft import check_draft, open_draft
 from bmforge.infer.engine.encode import classify, embed, fill_mask, name_inputs, read_rows
@@ -43,7 +43,7 @@ from bmforge.models import AutoModel
 from bmforge.models.hub import find_model
 from bmforge.models.quantize import quantize_
 from bmforge.nn.packing import QuantSpec
-from bmforge.settings import TalkConfig
+from bmforge.settings import ChatSessionConfig
 from bmforge.tokenizers import AutoTokenizer
 from bmforge.tune.delta.selection import DeltaChoice, check_names, choosing_deltas
 
@@ -349,14 +349,18 @@ class Engine:
         with self.turn("fill_blanks", delta=delta) as model:
             return fill_blanks(model, self.tokenizer, text, **options)
 
-    def chat(self, *, delta: DeltaChoice = None, **options: Any) -> Talk:
-        """Open a conversation with `reply` and `clear`; options are fields of `TalkConfig`."""
+    def chat(self, *, delta: DeltaChoice = None, **options: Any) -> ChatSession:
+        """Open a chat session; `options` are fields of `ChatSessionConfig`."""
         with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
-            talk = open_talk(
-                model, self.tokenizer, TalkConfig(**options), directory=self._directory, limit=limit
+            session = open_chat_session(
+                model,
+                self.tokenizer,
+                ChatSessionConfig(**options),
+                directory=self._directory,
+                limit=limit,
             )
-        return LockedConversation(talk, lambda: self.turn("reply", delta=delta))
+        return LockedConversation(session, lambda: self.turn("reply", delta=delta))
 
     def close(self) -> None:
         """Release threads, files and streaming slots; a module's weights stay on their devices."""

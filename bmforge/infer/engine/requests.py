@@ -305,11 +305,11 @@ class Requests:
             job.is_running = True
             job.handle.note_start(time.monotonic())
             try:
-                goes_on = job.rows.step()
+                has_more = job.rows.step()
             except Exception as error:
                 job.fail(error)
                 continue
-            job.tell(finished=not goes_on)
+            job.tell(finished=not has_more)
 
     def _answer_calls(self) -> None:
         while self._calls:

@@ -79,16 +79,16 @@ def _find_config(
     """Return the config of the preset, of config.json, or else of the only matching preset."""
     config_class = family.config_class
     if preset is not None:
-        return family.settle_config(config_class.preset(preset), files.shapes)
+        return family.complete_from_shapes(config_class.preset(preset), files.shapes)
     if (files.directory / "config.json").is_file():
         raw = read_config_file(files.directory)
-        config = family.settle_config(config_class.from_hf(raw, allow_unknown), files.shapes)
+        config = family.complete_from_shapes(config_class.from_hf(raw, allow_unknown), files.shapes)
         return config.replace(
             vocab_size=raw.get("vocab_size") or files.shapes[_embedding(files)][0]
         )
     fitting = [n for n in config_class.presets if _fits(family, n, files.shapes)]
     if len(fitting) == 1:
-        return family.settle_config(config_class.preset(fitting[0]), files.shapes)
+        return family.complete_from_shapes(config_class.preset(fitting[0]), files.shapes)
     match = f"fit the presets {', '.join(fitting)}" if fitting else "fit no preset"
     raise ConfigError(
         f"the shards in {str(files.directory)!r} contain a {family.__name__}, but their sizes "
