@@ -18,7 +18,7 @@ this page.
   status 400.
 - **no effect**: the field is an identifier or a hint that cannot change the response.
 - **neutral value only**: only the value that means "off" is accepted. Any other value returns
-  status 400. Many fields of vLLM and llama.cpp are such fields, so that their clients can send
+  status 400. This holds for many fields of vLLM and llama.cpp, so that their clients can send
   the defaults; the table lists the accepted values and the reason.
 
 """
