@@ -20,23 +20,7 @@ from bmforge.tokenizers.text_pieces import PIECE_CHARACTERS, cut_text, find_sepa
 
 WORDS = ["it's", "don't", "THE", "ΟΔΟΣ", "naïve", "e\u0301t", "한국", "か\u3099", "１２３", "12345"]
 WORDS += ["ﬁne", "a_b", "x", "in", "to", "now", "今天天气", "好", "的", "ᴀ", "\U0001e94b", "\u1c90"]
-GAPS = [
-    " ",
-    " ",
-    " ",
-    "\n",
-    "\n",
-    "  ",
-    "\n\n",
-    " \n",
-    "\t",
-    "\r\n",
-    "，",
-    "。",
-    "。\n",
-    "、",
-    ". ",
-]
+GAPS = [" ", " ", " ", "\n", "\n", "  ", "\n\n", " \n", "\t", "\r\n", "，", "。", "。\n", "、"]
 GAPS += [", ", "!\n", "-", "'", "\u00a0", "\u3000", "\u200d", "\u2028", "🦉", "<x>", "", " \u0301"]
 TEXTS = st.lists(st.sampled_from(WORDS + GAPS), max_size=40).map("".join)
 QWEN, LLAMA3 = PRE["qwen2"].expressions[0], PRE["llama-bpe"].expressions[0]
