@@ -28,11 +28,12 @@ __all__ = ["PIECE_CHARACTERS", "cut_text", "find_separators"]
 PIECE_CHARACTERS = 1 << 16
 _SPACES, _MARKS = " \n", "，。！？；：、"
 # Expressions that match neither separators nor across them, and those that end parts there.
-_WITHIN = frozenset((r"\p{N}", r"\p{N}{1}", r"\p{N}{1,3}", r"\p{Han}"))
+_WITHIN = frozenset((r"\p{N}", r"\p{N}{1,1}", r"\p{N}{1,3}", r"\p{Han}"))
 _ENDING = frozenset(part for pre in PRE.values() for part in pre.expressions or ()) - _WITHIN
 _LOCAL_NORMALIZERS = frozenset(
     ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt")
-) | {"Precompiled"}
+)
+_LOCAL_NORMALIZERS |= {"Precompiled"}
 
 
 def find_separators(tokenizer: Any) -> str:
