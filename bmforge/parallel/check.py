@@ -102,6 +102,8 @@ def find_division(
         problems.append(f"prefetch={prefetch} must be at least 0")
     if need_blocks and not problems and not any(unit.is_block for unit in units):
         problems.append("recompute and compile need repeated blocks, but the model has none")
+    # FSDP2 also converts parameters to the compute dtype, so 16-bit precision needs it on one
+    # process.
     is_sharded = world.size > layout.tp * layout.pp or dtype is not None
     if is_sharded:
         problems += [*_split_ties(model, units), *parameter_problems(model, units, master_weights)]
@@ -172,6 +174,8 @@ def plan_pipeline(
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
     schedule = smallest_schedule(name, layout.pp, per_rank)
     if schedule is None:
+        # The batch is not known here. Four micro-batches per rank are a multiple of the ranks, so
+        # only problems of other options are listed.
         problems += schedule_problems(name, layout.pp, 4 * layout.pp, per_rank)
         return None, ()
     stages = schedule.num_stages

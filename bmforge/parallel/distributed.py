@@ -96,6 +96,7 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         dist.init_process_group(
             backend_for(device),
+            # A store inside the process: without a launcher no port is opened.
             store=dist.HashStore(),
             rank=0,
             world_size=1,
@@ -162,6 +163,7 @@ def run_on_first(function: Callable[[], T]) -> T | None:
         except Exception as error:
             problem = error
     if dist.is_initialized() and dist.get_world_size() > 1:
+        # Every rank must raise: otherwise the others would wait in the next collective.
         sent = [_sendable(problem)]
         dist.broadcast_object_list(sent, src=0)
         problem = problem or sent[0]

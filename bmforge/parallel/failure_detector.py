@@ -104,6 +104,8 @@ class FailureDetector:
         if not self._is_watching:
             return "the failed rank is unknown outside of FailureDetector.watching()"
         self._failed = occasion
+        # The watcher scans for `_SCAN_S`; one of its accesses to the store may first have to time
+        # out.
         self._scanned.wait(_SCAN_S + _STORE_S)
         return self._finding
 
@@ -163,6 +165,7 @@ class _Heartbeats:
 
     def beat(self) -> None:
         """Write a new heartbeat of this rank to the store."""
+        # Readers only look for a change, so the clocks of the machines need not agree.
         self._store.set(_beat_key(self._rank), str(time.monotonic_ns()))
 
     def leave(self) -> None:
@@ -176,6 +179,7 @@ class _Heartbeats:
     def next_is_silent(self) -> bool:
         """Return True if the next rank's heartbeat has not changed for the timeout."""
         now = self._read((self._rank + 1) % self._size)
+        # A rank that does not watch yet, or has left, cannot be silent.
         if now != self._next or now in ("", _LEFT):
             self._next, self._seen_at = now, time.monotonic()
         return time.monotonic() - self._seen_at > self._timeout_s
@@ -222,6 +226,7 @@ class _Heartbeats:
         if not silent:
             return None
         message = f"ranks {silent} are dead or hang"
+        # The first verdict wins, so that all ranks report the same one.
         return self._store.compare_set(_VERDICT, "", message).decode()
 
     def _read(self, rank: int) -> str:

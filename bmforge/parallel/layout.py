@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 CPMethod = Literal["gather", "ring", "ulysses"]
+# Outermost axis first. Adjacent ranks are usually on one machine, so `tp`, which communicates in
+# every sublayer, varies fastest, and `pp`, which sends little, slowest.
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 # Sets of axes named by the data that differ along them; other modules use these names only.
@@ -191,6 +193,8 @@ class Layout:
     def axis_lengths(self, world_size: int) -> dict[str, int]:
         """Return the lengths of the mesh axes, outermost axis first."""
         rows_left = world_size // (self.dp_replicate * self.tp * self.pp * self.cp)
+        # Without ZeRO all data-parallel processes are replicas, so the axis of the shards has
+        # length 1.
         rows = (rows_left, 1) if self.zero == 0 else (self.dp_replicate, rows_left)
         return dict(zip(_AXES, (self.pp, *rows, self.cp, self.tp), strict=True))
 

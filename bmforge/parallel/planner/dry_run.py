@@ -83,9 +83,11 @@ def dry_run(
             "a dry run cannot run in a process that has joined a process group. Start it "
             "in a separate process."
         )
+    # `pp` is the outermost axis, so the processes of a stage are adjacent.
     beside = world_size // layout.pp if layout.pp and world_size % layout.pp == 0 else world_size
     shares, axes, total = [], {}, 0
     for stage in range(max(1, world_size // beside)):
+        # A model per stage, because `parallelize` removes the other stages' blocks.
         model = build_model()
         total = sum(tensor.numel() for tensor in persistent_tensors(model).values())
         join_fakes(stage * beside, world_size)

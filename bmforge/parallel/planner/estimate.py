@@ -160,12 +160,14 @@ class Estimator:
         ranks = self._cut(layout)
         setting = self._setting(choice, shards, count)
         trace = self._trace(setting)
+        # The trace has a few shards only, so the sizes of shards are scaled to those of the run.
         ratio = setting.shards / shards if layout.zero else 1.0
         memory = self._memory(trace, choice, count, ratio, ranks)
         unused = memory.parts["gradients"] + memory.parts["activations"]  # free between steps
         memory = Memory({**memory.parts, **self._residents(layout, shards, unused)})
         times, trained = self._times(trace, choice, count, shards, ranks)
         beside = min(cluster.per_node, cluster.count)
+        # The processes of a node share its host memory.
         host = _HOST_BYTES * trained / shards * choice.offloaded * beside
         host += beside * self._offloaded_bytes(layout, shards)
         return PlanRow(
@@ -216,6 +218,7 @@ class Estimator:
         """Return the blocks and other modules of each pipeline rank."""
         if self._model is None:
             self._model = self.request.workload.whole()
+        # Only these options change the stages, so all other layouts share the result.
         alike = Layout(
             zero=0,
             pp=layout.pp,
@@ -250,6 +253,8 @@ class Estimator:
         size = shards if layout.zero else self.shards(layout)[1] * layout.cp
         if not self.exact_shards:
             size = min(size, _SHARDS_TRACED * layout.cp)
+        # Without the options that do not change a process's trace, so that more layouts share a
+        # trace.
         plain = Layout(
             zero=layout.zero,
             tp=layout.tp,

@@ -214,6 +214,8 @@ def _follow_step(
 ) -> StepTrace:
     marks = _Marks(model, follower)
     owners = _owners(model, ends)
+    # In a pipeline the gradients stay unsharded until the end of the step; the second micro-batch
+    # shows the memory of adding to those of the first.
     count = 2 if setting.piped and setting.accumulates else 1
     sharded = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _prepare_(sharded, setting)
@@ -264,6 +266,7 @@ def _begin_gradients_(model: nn.Module) -> None:
 def _owners(model: nn.Module, ends: tuple[set[str], set[str]]) -> dict[int, int]:
     """Map the `id` of each parameter outside the blocks to its end: before or after the blocks."""
     first, last = ({id(p) for n in names for p in getattr(model, n).parameters()} for names in ends)
+    # A tied head is in both sets and is assigned to neither end.
     owners = dict.fromkeys(first - last, FIRST_END)
     return owners | dict.fromkeys(last - first, LAST_END)
 
