@@ -83,14 +83,19 @@ def command(config: Path, run_dir: Path, launcher: Sequence[str] = ()) -> list[s
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
     """Start a process whose standard error can be read line by line."""
-    return subprocess.Popen(
-        arguments,
-        env=environment(),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    # A shell ignores SIGINT for programs in the background, and a process inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            arguments,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
