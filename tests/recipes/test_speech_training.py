@@ -119,7 +119,7 @@ def test_the_job_by_commands(directory: Path, tmp_path: Path) -> None:
         ({"audio": "a.wav"}, {}, "no transcript"),
         ({"audio": "none.wav", "text": "a"}, {}, "line 1: cannot read the audio file"),
         ({"audio": "slow.wav", "text": "a"}, {}, "8000 Hz, but the model needs 16000 Hz"),
-        ({"audio": "long.wav", "text": "a"}, {}, "1.5 s, but the model reads at most 1 s"),
+        ({"audio": "long.wav", "text": "a"}, {}, "1.5 s long, but the model accepts at most 1 s"),
         ({"audio": "cut.wav", "text": "a"}, {}, "is truncated"),
         ({"audio": "data.jsonl", "text": "a"}, {}, "not a WAV file"),
         ({"audio": "a.wav", "text": "a" * 60}, {}, "a transcript of 64 tokens"),

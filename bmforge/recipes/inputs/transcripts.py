@@ -166,18 +166,21 @@ class Transcripts:
         needed, most = self._extractor.sampling_rate, getattr(self._extractor, "n_samples", count)
         if rate != needed:
             raise DataError(
-                f"{record.location}: {str(record.audio)!r} has a sampling rate of {rate} Hz, but "
-                f"the model needs {needed} Hz. Convert the file."
+                f"{record.location}: {str(record.audio)!r} has a sampling rate of {rate} Hz, "
+                f"but the model needs {needed} Hz. Convert the file, for example with ffmpeg "
+                f"-ar {needed}."
             )
         if count > most:
             raise DataError(
-                f"{record.location}: {str(record.audio)!r} has {count / rate:.1f} s, but the "
-                f"model reads at most {most / rate:g} s. Divide the file and its transcript."
+                f"{record.location}: {str(record.audio)!r} is {count / rate:.1f} s long, but "
+                f"the model accepts at most {most / rate:g} s. Divide the audio file and its "
+                "transcript."
             )
         if len(labels) > seq_len:
             raise DataError(
-                f"{record.location} has a transcript of {len(labels)} tokens (allowed: "
-                f"data.seq_len={seq_len}). Divide the file and its transcript."
+                f"{record.location} has a transcript of {len(labels)} tokens (allowed: at most "
+                f"data.seq_len={seq_len}). Raise data.seq_len, or divide the audio file and its "
+                "transcript."
             )
         return count
 
