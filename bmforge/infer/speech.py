@@ -77,7 +77,9 @@ def measure_audio(path: str | Path | BinaryIO) -> tuple[int, int]:
         samples, rate = _read_with_soundfile(path)
         return len(samples), rate
     except OSError as error:
-        raise DataError(f"cannot read the audio file {_name_of(path)!r} ({error}).") from error
+        raise DataError(
+            f"cannot read the audio file {_name_of(path)!r} ({error}). Convert it to a WAV file."
+        ) from error
     is_file = isinstance(path, (str, Path))
     if not count or (is_file and size > Path(_name_of(path)).stat().st_size):
         problem = "is truncated" if count else "has no samples"
@@ -188,7 +190,8 @@ class Transcriber:
         """
         if not hasattr(model.foreign, "detect_language"):
             raise ConfigError(
-                f"a {type(model.foreign).__name__} does not predict timestamps. Use a Whisper."
+                f"a {type(model.foreign).__name__} does not predict timestamps. Use a Whisper "
+                "model, or leave the timestamps out."
             )
         features = self._encode(model, file)
         language = options.get("language")
