@@ -129,7 +129,7 @@ def _find_accelerator(device: torch.device) -> Device:
     kinds = find_devices_by_name(device_name(device))
     if not kinds:
         raise ConfigError(
-            f"--layout auto does not know the GPU {device_name(device)!r} (supported: "
+            f"--layout auto has no data about the GPU {device_name(device)!r} (supported: "
             f"{', '.join(DEVICES)}). Run `bmforge plan` with --gpu-memory and --gpu-tflops, and "
             "set the fields of the layout that it prints, for example --layout.zero 2."
         )

@@ -23,7 +23,10 @@ def run_convert(command: ConvertCommand) -> None:
             ".gguf file. Choose a target that ends in .gguf, or use --dtype."
         )
     if command.max_file_gb <= 0:
-        raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
+        raise ConfigError(
+            f"max_file_gb={command.max_file_gb} must be above 0. Pass the largest size of a "
+            "weight file in GB."
+        )
     with merged_model(command.source, command.target) as source:
         convert_checkpoint(
             source,

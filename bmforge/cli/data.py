@@ -64,7 +64,8 @@ def _explain(command: DataExplainCommand) -> None:
     if not shown:
         location = f" at {command.place!r}" if command.place else ""
         raise DataError(
-            f"{command.file!r} contains no document{location}. Check the path and --place."
+            f"{command.file!r} contains no document{location}. Correct the path of the file, or "
+            "--place."
         )
 
 
@@ -90,8 +91,9 @@ def _show(command: DataShowCommand) -> None:
     funnel = read_record(command.directory)[0].funnel
     if funnel is None:
         raise DataError(
-            f"{str(command.directory)!r} has no record of dropped documents. Prepare it again with "
-            "this version of bmforge."
+            f"{str(command.directory)!r} contains no record of dropped documents, because an "
+            "earlier version of bmforge prepared the directory. Prepare it again with this "
+            "version."
         )
     rows = [("read", funnel.read), *sorted(funnel.dropped.items()), ("kept", funnel.kept)]
     width = max(len(name) for name, _ in rows) + 2

@@ -72,6 +72,6 @@ def print_filled(model: str, file: Path, memory: MemoryOptions, beams: int, **op
                 print(json.dumps(document, ensure_ascii=False), flush=True)
     if wrong:
         raise DataError(
-            f"{wrong} of {len(numbers)} documents of {str(file)!r} could not be filled in. "
-            "Correct the lines listed above."
+            f"{wrong} of {len(numbers)} documents of {str(file)!r} could not be completed. "
+            "Correct the lines that are listed above."
         )

@@ -26,7 +26,8 @@ def parse_world(text: str | None) -> int:
         return launched_processes()
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"--world {text} is not a number of processes. Pass one, such as --dry-run --world 64."
+            f"--world {text} is not a number of processes (allowed: whole numbers above 0). "
+            "Pass a number, such as --dry-run --world 64."
         )
     return int(text)
 

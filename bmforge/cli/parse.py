@@ -223,7 +223,8 @@ def _warn_of_repeated(name: str, values: Sequence[str]) -> None:
     """Log a warning if an option that takes one value was given several different values."""
     if len(set(values)) > 1:
         get_logger().warning(
-            "%s is set several times, such as to %s; the last value, %s, is used",
+            "%s is given more than once. The last value, %s, is used, and the first value, %s, "
+            "is ignored. Pass the option once.",
             *(name, values[0], values[-1]),
         )
 
@@ -335,7 +336,7 @@ def take_option(arguments: list[str], name: str) -> str | None:
             continue
         following = "".join(arguments[index + 1 : index + 2])
         if not equals and (not following or following.startswith("--")):
-            raise ConfigError(f"{name} needs a value.")
+            raise ConfigError(f"{name} needs a value. Write the value after the option.")
         values.append(value if equals else arguments[index + 1])
         del arguments[index : index + (1 if equals else 2)]
     _warn_of_repeated(name, values)

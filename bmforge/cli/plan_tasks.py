@@ -172,12 +172,14 @@ def check_task(command: Any) -> None:
         raise ConfigError(f"--value-model has no effect with --task {task}. Leave it out.")
     if (command.teacher is not None) != (task == "distill"):
         raise ConfigError(
-            "--teacher MODEL is required with --task distill, and has no effect with other tasks."
+            "--teacher MODEL is required with --task distill, and has no effect with other "
+            f"tasks (this is --task {task}). Pass or remove --teacher."
         )
     if command.distill_top_k and (task != "distill" or command.distill_top_k < 0):
         raise ConfigError(
-            f"--distill-top-k {command.distill_top_k} must be at least 0, and has an effect only "
-            "with --task distill."
+            f"--distill-top-k {command.distill_top_k} is not allowed with --task {task} "
+            "(allowed: 0 or more, only with --task distill). Correct the value, or leave the "
+            "option out."
         )
     if command.max_num_seqs is not None and not is_rollout:
         raise ConfigError(
@@ -203,9 +205,9 @@ def _check_reference_copy(command: Any) -> None:
             )
     if command.reference_dtype is not None and (command.adapter or command.changes):
         raise ConfigError(
-            f"--reference-dtype {command.reference_dtype} is only planned for full fine-tuning, "
-            "without --adapter and --changes. With an adapter, use --reference adapter, which "
-            "needs no memory for the reference."
+            f"--reference-dtype {command.reference_dtype} is supported only for full "
+            "fine-tuning, without --adapter and --changes. With an adapter, use --reference "
+            "adapter, which needs no memory for the reference."
         )
 
 

@@ -23,7 +23,10 @@ _MOST_LAYERS = 5
 def run_quantize(command: QuantizeCommand) -> None:
     """Quantize the weights of a model to packed integers and save it."""
     if command.max_file_gb <= 0:
-        raise ConfigError(f"max_file_gb={command.max_file_gb} must be positive.")
+        raise ConfigError(
+            f"max_file_gb={command.max_file_gb} must be above 0. Pass the largest size of a "
+            "weight file in GB."
+        )
     spec = _find_scheme(command)
     if command.report:
         EvaluateConfig(text=command.report).check()

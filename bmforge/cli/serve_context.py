@@ -59,7 +59,10 @@ def choose_context(
     if model.traits.attention == "causal" and limit is None:
         limit = getattr(model.config, "max_seq_len", None) or None
     if requested is not None and requested < 2:
-        raise ConfigError(f"context={requested} must be at least 2 tokens (prompt and answer).")
+        raise ConfigError(
+            f"context={requested} is too small (allowed: at least 2 tokens, one for the prompt "
+            "and one for the answer)."
+        )
     if requested is not None and limit is not None and requested > limit:
         raise ConfigError(
             f"context={requested} is more than the model's maximum sequence length, {limit} "

@@ -69,9 +69,9 @@ class Conversation:
         traits = model.traits
         if not traits.can_generate or traits.objective in ("documents", "dialogues"):
             raise ConfigError(
-                f"a {type(model).__name__} with the head {model.config.head!r} cannot use a "
-                "chat template (needed: a causal or encoder-decoder model that generates "
-                "text). EVA and CPM-Bee have their own formats in bmforge.infer.openbmb."
+                f"a {type(model).__name__} with the head {model.config.head!r} cannot be used "
+                "with a chat template (needed: a causal or encoder-decoder model that "
+                "generates text). For EVA and CPM-Bee, use bmforge.infer.openbmb."
             )
         self.model, self.tokenizer = model, tokenizer
         self.template = template or ChatTemplate(None, tokenizer)

@@ -80,11 +80,11 @@ def check_inputs(model: Any, inputs: Mapping[str, Tensor] | None) -> None:
         return
     if not model.takes_images:
         raise ConfigError(
-            f"a {type(model).__name__} takes no inputs besides tokens (given: "
-            f"{', '.join(inputs)}). Use a vision-language model, or leave the images out."
+            f"a {type(model).__name__} supports only tokens as inputs, not {', '.join(inputs)}. "
+            "Use a vision-language model, or leave the images out."
         )
     if count_ids(model.whole().embed) > model.whole().embed.num_embeddings:
         raise ConfigError(
-            "images cannot be combined with a soft prompt, because it moves the positions of the "
-            "images. Use another adapter, or leave the images out."
+            "images cannot be used together with a soft prompt, because the prompt moves the "
+            "positions of the images. Use another adapter, or leave the images out."
         )

@@ -88,7 +88,7 @@ def generate(
     if (on_token is not None or stop is not None) and config.num_beams > 1:
         raise ConfigError(
             f"on_token and stop cannot be used with num_beams={config.num_beams}, because beam "
-            "search knows its tokens only at the end. Leave them out, or set num_beams=1."
+            "search selects its tokens only at the end. Leave them out, or set num_beams=1."
         )
     adapter_names = _known_rows(model, adapter_names)
     check_inputs(model, inputs)
@@ -175,7 +175,7 @@ def stream_tokens(
     config = complete_config(model, config or GenerationConfig())
     if config.num_beams > 1:
         raise ConfigError(
-            f"num_beams={config.num_beams} cannot be streamed, because beam search knows its "
+            f"num_beams={config.num_beams} cannot be streamed, because beam search selects its "
             "tokens only at the end. Use generate, or set num_beams=1."
         )
     input_ids, attention_mask, _ = with_prompt(model.whole().embed, input_ids, attention_mask)
@@ -374,7 +374,7 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, is_decoder: bool) -> 
         return None
     if not is_decoder and not bool(mask.any(1).all()):
         rows = (~mask.any(1)).nonzero()[:, 0].tolist()
-        raise ShapeError(f"sequences {rows} contain padding only. Remove them.")
+        raise ShapeError(f"sequences {rows} contain only padding. Remove these sequences.")
     if is_decoder and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero()[:, 0].tolist()
         raise ShapeError(

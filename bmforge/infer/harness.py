@@ -139,7 +139,7 @@ class TextModel:
         if first is None:
             raise ConfigError(
                 "the tokenizer has neither a beginning-of-sequence nor an end-of-sequence "
-                "token. Use a tokenizer that has one."
+                "token. Use a tokenizer that has one of these tokens."
             )
         return [first]
 

@@ -37,7 +37,8 @@ class ImageChat:
             what = "image processor" if processor is None else "chat template"
             raise ConfigError(
                 f"{str(directory)!r} has no {what}, so images cannot be used. Use a "
-                "vision-language model whose directory contains both."
+                "vision-language model, with all files of the published model in its "
+                "directory."
             )
         self.processor: Processor = processor
         self.template = ChatTemplate(source, tokenizer)

@@ -49,7 +49,7 @@ class ImageDecoder(Decoder):
         if not self._cache_name:
             raise ConfigError(
                 f"a {type(model.foreign).__name__} has no KV cache, so it cannot generate text "
-                "from images. Use another model."
+                "from images. Use a vision-language model with a KV cache."
             )
         if inputs and len(set(adapter_names or ())) > 1:
             _check_adapters(model)
@@ -133,6 +133,7 @@ def _check_adapters(model: TransformersModel) -> None:
         outside = [owner for owner in owners if not owner.startswith(f"{stack}.")]
         if outside:
             raise ConfigError(
-                f"the adapter {name!r} also changes {outside[0]}, so prompts with images "
-                "cannot select different adapters in one batch. Generate for each adapter alone."
+                f"the adapter {name!r} changes {outside[0]} outside of the decoder, so prompts "
+                "with images cannot use different adapters in one batch. Send the prompts of "
+                "each adapter in a separate batch."
             )

@@ -134,7 +134,7 @@ def load_processor(directory: Path) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"the processor in {str(directory)!r} needs a package that is not installed "
-            f"({error}). Install it."
+            f"({error}). Install the package with pip."
         ) from error
     except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(

@@ -223,7 +223,8 @@ def check_scores(scores: Tensor) -> None:
     if bool((best == -torch.inf).any()):
         raise ConfigError(
             "no token is left to generate: bad_words_ids, logit_bias, no_repeat_ngram_size and "
-            "the constraint together exclude the whole vocabulary. Relax one of them."
+            "the constraint together exclude the whole vocabulary. Exclude fewer tokens with "
+            "one of these options."
         )
     raise ConfigError(
         "the model's logits are not finite (NaN or infinity). Check that the model's files are "

@@ -99,7 +99,8 @@ class Transcriber:
         """
         if not hasattr(model.foreign, "detect_language"):
             raise ConfigError(
-                f"a {type(model.foreign).__name__} does not predict timestamps. Use a Whisper."
+                f"a {type(model.foreign).__name__} does not predict timestamps. Use a Whisper "
+                "model, or leave the timestamps out."
             )
         features = self._encode(model, file)
         language = options.get("language")

@@ -137,8 +137,9 @@ class AdapterConfig:
                 )
         elif self.lr_ratio is not None and (self.kind != "lora" or not self.lr_ratio > 0):
             raise ConfigError(
-                f"adapter.lr_ratio={self.lr_ratio} must be above 0, and is only "
-                f"supported for adapter.kind='lora', not {self.kind!r}."
+                f"adapter.lr_ratio={self.lr_ratio} is not allowed with "
+                f"adapter.kind={self.kind!r} (allowed: numbers above 0, only with "
+                "adapter.kind='lora'). Correct the value, or leave it out."
             )
         elif self.kind not in KINDS:
             raise ConfigError(
@@ -209,7 +210,10 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
     if chosen.kind is None:
         return None
     if config.freeze_base:
-        raise ConfigError("freeze_base=True has no effect with an adapter. Remove it.")
+        raise ConfigError(
+            "freeze_base=True has no effect with an adapter, which freezes the base model "
+            "anyway. Remove freeze_base."
+        )
     kind, options = KINDS[chosen.kind], chosen.options()
     option_names = {*PART_KINDS[kind.kind].options.__dataclass_fields__, *kind.peft_options}
     for name in options:

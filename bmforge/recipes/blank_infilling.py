@@ -147,8 +147,8 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     if wrong:
         needed = " ".join(f"--model.{n.replace('_', '-')} {id}" for n, id in ids.items())
         raise ConfigError(
-            f"the model has {', '.join(wrong)}, but the tokenizer has other ids for these tokens. "
-            f"Add {needed}."
+            f"the model has {', '.join(wrong)}, but the tokenizer has other ids for these "
+            f"tokens. Add the options {needed}."
         )
     # The text, three special tokens, and for every span a blank and a start token.
     width = config.data.seq_len

@@ -77,7 +77,9 @@ def check_vocabularies(source: Path, config: DistillConfig) -> None:
             )
         return
     if config.teacher is None:
-        raise ConfigError("distill.teacher is missing. Set it to a directory or hub id.")
+        raise ConfigError(
+            "distill.teacher is missing. Set it to the directory or hub id of a model."
+        )
     teacher = find_model(config.teacher)
     student_vocabulary, teacher_vocabulary = read_vocabulary(source), read_vocabulary(teacher)
     if student_vocabulary is None or teacher_vocabulary is None:
@@ -105,7 +107,9 @@ def read_vocabulary(directory: Path) -> dict[str, int] | None:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(directory).get_vocab()
     except DataError as error:
         get_logger().warning(
-            "the vocabulary of the teacher cannot be compared with the model's: %s", error
+            "the vocabularies of the teacher and the model cannot be compared (%s). Make sure "
+            "that both use the same tokenizer.",
+            error,
         )
         return None
     return vocabulary

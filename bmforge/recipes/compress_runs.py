@@ -27,19 +27,20 @@ def check_task(config: Any, phases: tuple[Phase, ...]) -> None:
         for name in ("task", "run"):
             if getattr(config, name):
                 raise ConfigError(
-                    f"{name} has no effect, because no phase has steps. Set steps.structure, "
-                    "steps.experts or steps.weights, or leave it out."
+                    f"{name} has no effect, because no phase of the recipe has training steps. "
+                    "Set steps.structure, steps.experts or steps.weights, or leave it out."
                 )
         return
     if not config.task:
         raise ConfigError(
-            'phases with steps need a training task. Set task = "pretrain", and its fields under '
-            "[run]."
+            "the recipe has phases with training steps, but no training task. Set task = "
+            '"pretrain", and the options of this task under [run].'
         )
     taken = {"run_dir", "init_from", "export", "compress", "model"} & set(config.run)
     if taken:
         raise ConfigError(
-            f"run.{min(taken)} has no effect, because the recipe sets this field. Remove it."
+            f"run.{min(taken)} has no effect, because the recipe sets this option itself. "
+            f"Remove run.{min(taken)}."
         )
     find_recipe(config.task, str(find_source(config.model).model))
 

@@ -168,9 +168,9 @@ def check_phase(config: Any) -> None:
         )
     if config.train.load_best_model_at_end or config.train.early_stopping_patience is not None:
         raise ConfigError(
-            "compression is complete only at the last step of a phase, so an earlier checkpoint "
-            "cannot be the result. Leave train.load_best_model_at_end and "
-            "train.early_stopping_patience out."
+            "train.load_best_model_at_end and train.early_stopping_patience are not supported "
+            "in a compression, which is complete only at the last step of a phase. Leave both "
+            "out."
         )
 
 
@@ -188,7 +188,9 @@ def _open_teacher(model: Model, config: Any, mesh: DeviceMesh) -> Model | Teache
 def _read_teacher(config: DistillConfig, head: str) -> tuple[Model, Path]:
     """Return the unsharded teacher, with the student's head type if possible, and its directory."""
     if config.teacher is None:
-        raise ConfigError("distill.teacher is missing. Set it to a directory or hub id.")
+        raise ConfigError(
+            "distill.teacher is missing. Set it to the directory or hub id of a model."
+        )
     directory = find_model(config.teacher)
     family = AutoModel.family_of(read_config_file(directory))
     named: dict[str, Any] = {"head": head} if head in family.config_class.heads else {}

@@ -258,9 +258,9 @@ def _open_state(
     for key, name in (("candidates", "candidates"), ("plan", "rounds (candidates, steps)")):
         if state.get(key) != fresh[key]:
             raise ConfigError(
-                f"run_dir={str(run_dir)!r} already contains a search with different {name}: "
-                f"{state.get(key)}, now {fresh[key]}. Choose another run_dir, or restore the "
-                "settings of the saved search."
+                f"run_dir={str(run_dir)!r} already contains a search with other {name}: the "
+                f"saved search has {state.get(key)}, and this one has {fresh[key]}. Choose "
+                "another run_dir, or restore the settings of the saved search."
             )
     return state
 

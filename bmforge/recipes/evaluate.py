@@ -281,7 +281,9 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         else read_task(data.task, data.paths[0], config.split)
     )[: config.examples]
     if not examples:
-        raise DataError(f"{name!r} contains no example. Use a file with at least one example.")
+        raise DataError(
+            f"{name!r} contains no example (needed: at least one). Choose another file."
+        )
     reading = _RowSettings(model.config, data, config.max_new_tokens)
     traits = traits_of(model.config)
     form: Callable[..., EncodedTask]
@@ -290,7 +292,7 @@ def _open_task(subject: _Subject, name: str, config: EvaluateConfig) -> Measure:
         if has != count_classes(task):
             raise ConfigError(
                 f"{name} has {count_classes(task)} classes, but the {type(model).__name__} with "
-                f"the head {model.config.head!r} has {has}. Fine-tune it first with "
+                f"the head {model.config.head!r} has {has} classes. Fine-tune it first with "
                 "`bmforge train classify`."
             )
         own = _own_labels(model)
@@ -322,7 +324,8 @@ def _describe_task(name: str, subject: _Subject, config: EvaluateConfig) -> Task
         labels = order_labels(config.labels, own) or own
         if not labels:
             raise ConfigError(
-                f"{name!r} is a custom task, whose labels are not known. Pass them with --labels."
+                f"{name!r} is a custom task, whose labels bmforge cannot know. Pass the labels "
+                "with --labels."
             )
         data_config = TaskDataConfig(labels=labels, fields=config.fields, paths=(name,), **sizes)
     else:
@@ -357,4 +360,6 @@ def _store_results(
             add_results(run, results)
             get_logger().info("report: %s", write_report(run))
         except OSError as error:  # the metrics are still returned
-            get_logger().warning("the results could not be saved in the run: %s", error)
+            get_logger().warning(
+                "the results of the evaluation could not be saved in the run directory: %s", error
+            )

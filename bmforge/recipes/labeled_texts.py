@@ -64,9 +64,9 @@ def read_labeled(config: QualityConfig) -> tuple[list[str], list[str]]:
         rule = rule if config.good_from is None else f"{config.label_field}>={config.good_from:g}"
         counts = ", ".join(f"{label!r} ({count})" for label, count in labels.most_common(10))
         raise DataError(
-            f"{'no' if not sides[0] else 'every'} text has {rule}. The labels are: "
-            f"{counts or 'none'}. Pass the labels of good texts with --good-labels, or set "
-            "--good-from."
+            f"{'no' if not sides[0] else 'every'} text counts as good ({rule}), but training "
+            f"needs good and bad texts. The files have the labels: {counts or 'none'}. Pass the "
+            "labels of good texts with --good-labels, or set --good-from."
         )
     return sides
 

@@ -52,5 +52,5 @@ def _check_schedule(data: Any, layout: Layout, rows: int) -> None:
         raise ConfigError(
             f"data.global_batch_size={data.global_batch_size} / "
             f"(data.micro_batch_size={data.micro_batch_size} x {rows} data-parallel processes) "
-            f"= {count} micro-batches: {'; '.join(problems)}."
+            f"= {count} micro-batches does not fit this run: {'; '.join(problems)}."
         )

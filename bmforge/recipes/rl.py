@@ -91,7 +91,8 @@ def _check(config: Any, processes: int) -> None:
     if policy.correction != "none" and config.rollout.exact_logprobs:
         raise ConfigError(
             f"rl.correction={policy.correction} has no effect with rollout.exact_logprobs=True, "
-            "with which sampler and policy have equal log-probabilities. Leave one out."
+            "because sampler and policy then have equal log-probabilities. Leave one of them "
+            "out."
         )
     check_group_size(policy.advantage, config.rollout.num_generations)
     check_value(config, policy)

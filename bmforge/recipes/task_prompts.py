@@ -230,7 +230,8 @@ def _ask(
     unanswered = [example.idx for example in examples if not example.answers]
     if unanswered:
         raise DataError(
-            f"{task.name}: these questions have no answer: {unanswered[:5]}. Remove them."
+            f"{task.name} contains questions without an answer: {unanswered[:5]}. Remove these "
+            "questions."
         )
     questions = [f"Question: {e.fields['question'].strip()} Answer:" for e in examples]
     texts = [f"Context: {e.fields['context'].strip()}" for e in examples]

@@ -104,8 +104,9 @@ def _read_start(start: str, policy: Any) -> Any:
         )
     if traits_of(config).is_encoder_decoder:
         raise ConfigError(
-            f"value.init_from={start!r} is a {initial.family.__name__}, which has no value at each "
-            "token. Use a reward model or language model that is a decoder."
+            f"value.init_from={start!r} is a {initial.family.__name__}, an encoder-decoder, "
+            "which cannot predict a value at each token. Use a reward model or language model "
+            "that is a decoder."
         )
     if config.vocab_size != policy.vocab_size:
         raise ConfigError(

@@ -118,8 +118,8 @@ def _check(
     """Raise `ConfigError` for options that have no effect or that the engine cannot support."""
     if embedder is None and config.embedding_name is not None:
         raise ConfigError(
-            f"embedding_name={config.embedding_name!r} has no effect without an "
-            "embedding model. Pass embedder= (--embedding-model), or leave embedding_name out."
+            f"embedding_name={config.embedding_name!r} has no effect without an embedding "
+            "model. Pass an embedding model (--embedding-model), or leave embedding_name out."
         )
     if config.access.allowed_media_domains and not engine.model.takes_images:
         raise ConfigError(
@@ -131,7 +131,8 @@ def _check(
         return
     if not admin:
         raise ConfigError(
-            "allow_runtime_lora_updating needs an admin key. Pass admin=ApiKeys([KEY])."
+            "allow_runtime_lora_updating needs an admin key. Pass create_app(..., "
+            "admin=ApiKeys([KEY]))."
         )
     if isinstance(engine, SleepingEngine):
         raise ConfigError(

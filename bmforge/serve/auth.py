@@ -70,7 +70,7 @@ class ApiKeys:
         if not name:
             headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
             raise RequestError(
-                "the API key is missing or unknown. Send the header Authorization: Bearer KEY.",
+                "the request has no valid API key. Send the header Authorization: Bearer KEY.",
                 status=401,
                 code="invalid_api_key",
                 headers=headers,
@@ -206,8 +206,9 @@ def check_origin(
     if not has_keys and not _is_ours(host, config):
         raise RequestError(
             (
-                "without API keys, the server accepts only the host names of its own machine, such "
-                "as localhost. Use such a name, or set allow_hosts or API keys on the server."
+                "without API keys, the server accepts only the host names of its own machine, "
+                "such as localhost. Use such a host name, or ask the operator to set "
+                "allow_hosts or API keys."
             ),
             status=403,
             code="host_not_allowed",
@@ -223,7 +224,8 @@ def check_origin(
         is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
     if not is_own:
         raise RequestError(
-            "the request comes from a web page of another site. Add its origin to allowed_origins.",
+            "the request comes from a web page of another site. Ask the operator to add the "
+            "origin of that page to allowed_origins.",
             status=403,
             code="origin_not_allowed",
         )

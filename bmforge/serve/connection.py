@@ -128,7 +128,13 @@ class DeadlineProtocol(H11Protocol):
             return True
         is_cut = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         if is_cut and not self._has_whole_request():
-            self._reject(400, "the request was not complete when the client stopped sending.")
+            self._reject(
+                400,
+                (
+                    "the request is incomplete, because the client stopped sending. Send the whole "
+                    "request again."
+                ),
+            )
         return False
 
     def _probe(self) -> None:
@@ -151,7 +157,8 @@ class DeadlineProtocol(H11Protocol):
         problem = sys.exception()
         status = getattr(problem, "error_status_hint", 400)
         reason = (
-            f"the request line and headers have more than {MAX_HEAD_BYTES} bytes."
+            f"the request line and headers have more than {MAX_HEAD_BYTES} bytes. Send fewer or "
+            "shorter headers."
             if status == 431
             else f"the request is not valid HTTP/1.1 ({problem})."
         )
@@ -183,7 +190,13 @@ class DeadlineProtocol(H11Protocol):
 
     def _give_up(self) -> None:
         self._receiving = None
-        self._reject(408, f"the request was not complete after {self._timeouts.receive_s:g} s.")
+        self._reject(
+            408,
+            (
+                f"the request did not arrive completely within {self._timeouts.receive_s:g} s. "
+                "Send the whole request again."
+            ),
+        )
 
     def _reject(self, status: int, message: str) -> None:
         """Send an error in OpenAI's format, if no response has begun, and close the connection."""

@@ -188,7 +188,7 @@ class Prompter:
             if message.images and self.processor is None:
                 raise RequestError(
                     f"{field} has a part that is not text, but this model supports only text. "
-                    "Leave it out.",
+                    "Leave this part out.",
                     field,
                     code="unsupported_value",
                 )
@@ -204,8 +204,8 @@ class Prompter:
         tokenizer = self._engine.tokenizer
         if any(message.role not in ("user", "assistant") for message in messages):
             raise RequestError(
-                "EVA's dialogue format supports only the roles user and assistant. Leave other "
-                "messages out.",
+                "EVA's dialogue format supports only the roles user and assistant. Leave "
+                "messages with other roles out.",
                 "messages",
             )
         turns = [tokenizer.encode(message.text) for message in messages]

@@ -120,7 +120,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             if len(ids) > most:
                 raise RequestError(
                     f"a text has {len(ids)} tokens, but this server accepts at most {most}. "
-                    "Shorten it.",
+                    "Shorten the text.",
                     "input",
                     code="context_length_exceeded",
                 )
@@ -204,7 +204,7 @@ def _read_options(body: DocumentsRequest, serving: Serving) -> dict[str, Any]:
     if body.max_tokens is not None and body.max_tokens > most:
         raise RequestError(
             f"max_tokens={body.max_tokens} is too large: this server generates at most {most} "
-            "tokens.",
+            "tokens. Reduce max_tokens.",
             "max_tokens",
         )
     return options | {"max_new_tokens": body.max_tokens or min(_ANSWER_TOKENS, most)}

@@ -60,7 +60,9 @@ def check_limits(body: GenerationRequest, limits: RequestLimits) -> None:
     for name, texts in (("stop", body.stops), ("bad_words", body.bad_words or [])):
         if not all(texts):
             raise RequestError(
-                f"{name} contains an empty string. Remove it.", name, code="invalid_value"
+                f"{name} contains an empty string. Remove the empty string.",
+                name,
+                code="invalid_value",
             )
         for text in texts:
             check_at_most(name, len(text), limits.max_stop_chars, "characters")
@@ -95,8 +97,8 @@ def check_size(texts: Iterable[str], engine: AnyEngine, limits: RequestLimits, f
     size = sum(sizes) if field == "messages" else max(sizes, default=0)
     if size > tokens * longest:
         raise RequestError(
-            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at most "
-            f"{longest} bytes each. Shorten it.",
+            f"{field} has {size} bytes, but a prompt may have at most {tokens} tokens of at "
+            f"most {longest} bytes each. Shorten the prompt.",
             field,
             code="context_length_exceeded",
         )
@@ -138,7 +140,7 @@ def longest_answer(
     if requested > most:
         raise RequestError(
             f"max_tokens={requested} is too large: after a prompt of {prompt_tokens} tokens, at "
-            f"most {most} can be generated.",
+            f"most {most} tokens can be generated. Reduce max_tokens, or shorten the prompt.",
             "max_tokens",
             code="context_length_exceeded",
         )
@@ -214,8 +216,8 @@ def _end_tokens(
     size = engine.model.config.vocab_size
     if any(id >= size for id in more):
         raise RequestError(
-            f"stop_token_ids contains {max(more)}, which is not a token id (needed: 0 to "
-            f"{size - 1}).",
+            f"stop_token_ids contains {max(more)}, which is not a token id of this model "
+            f"(allowed: 0 to {size - 1}). Correct the id.",
             "stop_token_ids",
             code="invalid_value",
         )
@@ -261,8 +263,8 @@ def _read_bias(body: GenerationRequest, engine: AnyEngine) -> dict[int, float]:
         is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
         if not (is_number and int(text) < engine.model.config.vocab_size):
             raise RequestError(
-                f"logit_bias: {text[:20]!r} is not a token id (needed: 0 to "
-                f"{engine.model.config.vocab_size - 1}).",
+                f"logit_bias: {text[:20]!r} is not a token id of this model (allowed: 0 to "
+                f"{engine.model.config.vocab_size - 1}). Correct the id.",
                 "logit_bias",
                 code="invalid_value",
             )
@@ -308,6 +310,8 @@ def _read_outputs(outputs: StructuredOutputs) -> dict[str, Constraint]:
         raise RequestError(str(error), name, code="invalid_value") from error
     if not constraints:
         raise RequestError(
-            f"{name} has no constraint. Set json, json_object, regex, choice or grammar.", name
+            f"{name} contains no constraint. Set one of json, json_object, regex, choice and "
+            "grammar.",
+            name,
         )
     return constraints

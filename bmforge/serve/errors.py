@@ -161,7 +161,7 @@ def explain_types(error: RequestValidationError) -> RequestError:
         return RequestError(
             (
                 f"messages.{number}.content has a part that is not text, but this model "
-                "supports only text."
+                "supports only text. Leave this part out."
             ),
             f"messages.{number}.content",
             code="unsupported_value",

@@ -78,7 +78,13 @@ class Gate:
             _log_failure(error)
             if seen.status:  # the response has begun; the connection is aborted
                 raise
-            failed = RequestError("the server failed. Its log has the details.", status=500)
+            failed = RequestError(
+                (
+                    "the request failed because of an error of the server. The log of the server "
+                    "has the details."
+                ),
+                status=500,
+            )
             await error_response(failed, scope)(scope, receive, seen)
         finally:
             self._note(scope, seen, time.monotonic() - begin)
@@ -88,7 +94,8 @@ class Gate:
         version = scope["http_version"]
         if not version.startswith("1."):  # such as the preface of HTTP/2, which h11 reads as 1.1
             raise RequestError(
-                f"HTTP/{version} is not supported (supported: HTTP/1.0 and HTTP/1.1).",
+                f"HTTP/{version} is not supported (supported: HTTP/1.0 and HTTP/1.1). Use "
+                "HTTP/1.1.",
                 status=505,
                 headers={"connection": "close"},
             )
@@ -108,7 +115,8 @@ class Gate:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if size + len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_HEAD_BYTES:
             raise RequestError(
-                f"the request line and headers have more than {MAX_HEAD_BYTES} bytes.",
+                f"the request line and headers have more than {MAX_HEAD_BYTES} bytes. Send "
+                "fewer or shorter headers.",
                 status=431,
                 headers={"connection": "close"},
             )
@@ -125,8 +133,8 @@ class Gate:
         if not self._serving.config.access.allow_runtime_lora_updating:
             raise RequestError(
                 (
-                    "this server does not load adapters at run time. Start the server with "
-                    "--allow-runtime-lora-updating."
+                    "this server does not load adapters at run time. Ask the operator to start "
+                    "the server with --allow-runtime-lora-updating."
                 ),
                 status=403,
             )

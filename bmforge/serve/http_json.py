@@ -53,7 +53,9 @@ class StrictRequest(Request):
         if not hasattr(self, "_body"):
             serving = serving_of(self)
             most = serving.config.body.max_body_bytes
-            too_large = RequestError(f"the body has more than {most} bytes.", status=413)
+            too_large = RequestError(
+                f"the body has more than {most} bytes. Send a smaller request.", status=413
+            )
             expected = int(self.headers.get("content-length", most))  # unknown for chunked bodies
             if expected > most:
                 raise too_large

@@ -77,7 +77,7 @@ class GracefulServer(uvicorn.Server):
         """Return True if the server must stop, for example after a failure of its engine."""
         failure = self.serving.failure
         if failure is not None and self.stops_at_failure and not self.should_exit:
-            get_logger().error("the engine has failed (%r): the server stops", failure)
+            get_logger().error("the engine has failed (%r), so the server stops", failure)
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -199,7 +199,9 @@ def make_server(app: FastAPI, listener: socket.socket) -> GracefulServer:
     get_logger().info("serving %s at %s://%s:%d/", serving.name, scheme, shown, port)
     if not serving.keys and not is_loopback(config.host):
         get_logger().warning(
-            "no API key is set: every machine that reaches %s can use the server", shown
+            "no API key is set, so every machine that reaches %s can use the server. Set "
+            "keys_file to restrict access.",
+            shown,
         )
     return server
 

@@ -114,7 +114,7 @@ def check_at_most(name: str, count: int, most: int, what: str) -> None:
     """
     if count > most:
         raise RequestError(
-            f"{name}: {count} {what} are too many (allowed: at most {most}).",
+            f"{name} contains {count} {what} (allowed: at most {most}). Send fewer in one request.",
             name,
             code="limit_exceeded",
         )

@@ -88,7 +88,9 @@ class LiveRequest:
         if self._unread > self._most and self._error is None:
             self.cancel()
             self._error = RequestError(
-                "the client did not read the answer fast enough.", status=408
+                "the request was stopped, because the client did not read the answer fast "
+                "enough. Read the stream continuously.",
+                status=408,
             )
         self._came.set()
         self._check_done()

@@ -124,8 +124,8 @@ class MediaFetcher:
             if host.rstrip(".") == allowed_host and port in ports:
                 return parts
         raise DataError(
-            f"images are not fetched from {host[:80]!r}, port {port}. {_ADVICE} The operator "
-            "allows domains with --allowed-media-domains."
+            f"this server does not fetch images from {host[:80]!r}, port {port}. {_ADVICE} The "
+            "operator allows domains with --allowed-media-domains."
         )
 
 
@@ -229,7 +229,9 @@ def _find_address(host: str, port: int) -> str:
     try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise DataError(f"the host {host[:80]!r} is not known. {_ADVICE}") from error
+        raise DataError(
+            f"the address of the host {host[:80]!r} cannot be found. {_ADVICE}"
+        ) from error
     addresses = [str(entry[4][0]).partition("%")[0] for entry in entries]
     if not all(map(_is_public, addresses)):
         raise DataError(
@@ -249,14 +251,19 @@ def _read_image(response: http.client.HTTPResponse, most: int) -> tuple[str, byt
     """Return the media type and the body of a response."""
     kind = (response.getheader("content-type") or "").partition(";")[0].strip().lower()
     if response.status != 200:
-        raise DataError(f"the image's URL has the status {response.status}. {_ADVICE}")
+        raise DataError(
+            f"the host of the image answered with the HTTP status {response.status}. {_ADVICE}"
+        )
     if not re.fullmatch(r"image/[a-z0-9.+-]+", kind):
-        raise DataError(f"the image's URL does not have the type image/*. {_ADVICE}")
+        raise DataError(f"the image's URL does not return the content type image/*. {_ADVICE}")
     if (response.getheader("content-encoding") or "identity").lower() != "identity":
-        raise DataError(f"the image is compressed with a content encoding. {_ADVICE}")
+        raise DataError(
+            "the host of the image answered with a content encoding, which is not supported. "
+            f"{_ADVICE}"
+        )
     too_large = DataError(
-        f"the images have more than the {most} bytes that remain of --max-media-bytes. Send "
-        "smaller images."
+        f"the images of the request have more bytes than --max-media-bytes allows ({most} bytes "
+        "remain for this image). Send smaller images."
     )
     if response.length is not None and response.length > most:
         raise too_large

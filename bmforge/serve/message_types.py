@@ -211,15 +211,24 @@ class Message(SentBack):
     @model_validator(mode="after")
     def _fits(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise ValueError(f"content is required in a message with the role {self.role}.")
+            raise ValueError(
+                f"content is required in a message with the role {self.role}. Add content."
+            )
         if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError("tool_calls is allowed only with the role assistant.")
+            raise ValueError(
+                "tool_calls is allowed only in messages with the role assistant. Leave "
+                "tool_calls out."
+            )
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError(
-                "tool_call_id is required with the role tool, and not allowed with other roles."
+                "tool_call_id is required in messages with the role tool, and not allowed in "
+                "messages with other roles. Add or remove tool_call_id."
             )
         if self.role != "user" and any(self.images):
-            raise ValueError("parts of the type image_url are allowed only with the role user.")
+            raise ValueError(
+                "parts of the type image_url are allowed only in messages with the role user. "
+                "Move the image there."
+            )
         return self
 
     def as_template(self) -> dict[str, Any]:

@@ -49,15 +49,15 @@ def parse_form(body: bytes, content_type: str) -> list[FormPart]:
     if not boundary:
         raise RequestError(
             f"the content type {content_type[:80]!r} is not supported (needed: {_TYPE} with a "
-            "boundary).",
+            "boundary). Send the file as a form.",
             status=415,
         )
     delimiter = b"\r\n--" + boundary.encode("latin-1", "replace")
     first, *pieces = (b"\r\n" + body).split(delimiter, _MOST_PARTS + 1)
     if not pieces or first.strip() or not pieces[-1].startswith(b"--"):
         raise RequestError(
-            f"the form is incomplete, or has more than {_MOST_PARTS} fields. Send all fields, and "
-            "the boundary at the end."
+            f"the form is incomplete, or has more than {_MOST_PARTS} fields. Send fewer fields, "
+            "and end the form with the boundary."
         )
     return [_parse_part(piece) for piece in pieces[:-1]]
 
@@ -65,9 +65,14 @@ def parse_form(body: bytes, content_type: str) -> list[FormPart]:
 def _parse_part(piece: bytes) -> FormPart:
     head, separator, value = piece.partition(b"\r\n\r\n")
     if not separator or len(head) > _MOST_HEAD_BYTES:
-        raise RequestError("a field of the form has no header, or too long a header.")
+        raise RequestError(
+            "a field of the form has no header, or its header is too long. Send the header "
+            "content-disposition with the name of the field."
+        )
     headers = BytesHeaderParser().parsebytes(head.lstrip(b"\r\n") + b"\r\n\r\n")
     name = headers.get_param("name", header="content-disposition")
     if not isinstance(name, str):
-        raise RequestError("a field of the form has no name.")
+        raise RequestError(
+            "a field of the form has no name. Add name=... to its header content-disposition."
+        )
     return FormPart(name, value, headers.get_filename())

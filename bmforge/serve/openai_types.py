@@ -81,7 +81,8 @@ class ResponseFormat(Strict):
     def _fits(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError(
-                "json_schema is required with type=json_schema, and not allowed with other types."
+                "json_schema is required with type=json_schema, and not allowed with other "
+                "types. Add or remove json_schema."
             )
         return self
 
@@ -224,7 +225,10 @@ class ChatRequest(GenerationRequest):
                 "max_tokens and max_completion_tokens cannot be used together. Keep one of them."
             )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs has no effect without logprobs=true. Set logprobs.")
+            raise ValueError(
+                "top_logprobs has no effect without logprobs=true. Set logprobs=true, or leave "
+                "top_logprobs out."
+            )
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice has no effect without tools. Leave it out.")
         self._fits_template()
@@ -239,16 +243,21 @@ class ChatRequest(GenerationRequest):
             )
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
-                raise ValueError("add_generation_prompt=false needs continue_final_message=true.")
+                raise ValueError(
+                    "add_generation_prompt=false is allowed only with "
+                    "continue_final_message=true. Set both, or leave both out."
+                )
             return
         if self.add_generation_prompt:
             raise ValueError(
-                "add_generation_prompt and continue_final_message cannot both be true."
+                "add_generation_prompt and continue_final_message cannot both be true. Set one "
+                "of them to false."
             )
         if self.messages[-1].role != "assistant" or len(self.messages) < 2:
             raise ValueError(
-                "continue_final_message needs earlier messages and a last message with the role "
-                "assistant."
+                "continue_final_message continues the last of several messages, which must "
+                "have the role assistant. Add this message, or leave continue_final_message "
+                "out."
             )
         if self.tool_mode == "required":
             raise ValueError(
@@ -297,7 +306,8 @@ class CompletionRequest(GenerationRequest):
     def _fits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
             raise ValueError(
-                "max_tokens=0 needs echo or prompt_logprobs, because no text is generated."
+                "max_tokens=0 generates no text, so it is allowed only with echo or "
+                "prompt_logprobs. Add one of these fields, or raise max_tokens."
             )
         if self.stream and (self.echo or self.prompt_logprobs is not None):
             raise ValueError("echo and prompt_logprobs cannot be streamed. Leave stream out.")
@@ -356,5 +366,7 @@ def split_inputs(inputs: Any, name: str) -> list[str | list[int]]:
     if items and isinstance(items[0], int):
         items = [items]
     if not items or not all(items):
-        raise RequestError(f"{name} is empty or contains an empty string.", name)
+        raise RequestError(
+            f"{name} is empty or contains an empty string. Send non-empty strings.", name
+        )
     return items

@@ -72,5 +72,7 @@ async def state(request: Request) -> Response:
 async def part(name: str) -> Response:
     """Return a file that belongs to the chat page."""
     if name not in _KINDS:
-        raise RequestError("the chat page has no file with this name.", status=404)
+        raise RequestError(
+            "the chat page has no file with this name. Open the page at /.", status=404
+        )
     return _send(name)

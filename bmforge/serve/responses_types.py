@@ -204,7 +204,9 @@ def responses_chat(body: InputTokensRequest) -> ChatRequest:
         _add(messages, item)
     if not messages or not body.input:
         raise RequestError(
-            "input is empty (needed: a non-empty string, or a list of at least one item).", "input"
+            "input is empty (needed: a non-empty string, or a list of at least one item). Send "
+            "an input.",
+            "input",
         )
     fields: dict[str, Any] = {
         "model": body.model,

@@ -54,10 +54,14 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _fits(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is required.")
+            raise ValueError(
+                "exactly one of prompt and messages is required. Send one, and leave the other out."
+            )
         used = [name for name in _OF_CHATS if getattr(self, name) is not None]
         if self.messages is None and used:
-            raise ValueError(f"{used[0]} has no effect on a prompt. Send messages.")
+            raise ValueError(
+                f"{used[0]} has no effect on a prompt. Send messages, or leave {used[0]} out."
+            )
         if self.messages is not None and self.add_special_tokens:
             raise ValueError(
                 "add_special_tokens has no effect on messages, because the chat template adds the "
@@ -102,7 +106,7 @@ class ScoreRequest(Strict):
         used = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}
         if used not in [set(pair) for pair in _SIDES]:
             allowed = ", or ".join(" and ".join(pair) for pair in _SIDES)
-            raise ValueError(f"two texts or lists of texts are required: {allowed}.")
+            raise ValueError(f"two texts or lists of texts are required. Send {allowed}.")
         return self
 
     @property
@@ -165,7 +169,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     unknown = [id for id in body.tokens if id >= len(engine.tokenizer)]
     if unknown:
         raise RequestError(
-            f"tokens contains {unknown[0]}, which is not a token id of this model.", "tokens"
+            f"tokens contains {unknown[0]}, which is not a token id of this model. Send ids "
+            "from /tokenize.",
+            "tokens",
         )
     return JSONResponse({"prompt": await serving.tokenize(partial(engine.tokenizer.decode,
                                                                   body.tokens))})  # fmt: skip
@@ -197,8 +203,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     if len(first) not in (1, len(second)):
         raise RequestError(
             (
-                f"{left} has {len(first)} texts, but {right} has {len(second)} (needed: one text "
-                f"in {left}, or as many as in {right})."
+                f"{left} has {len(first)} texts, but {right} has {len(second)} (needed: one "
+                f"text in {left}, or as many as in {right}). Send as many texts in both."
             ),
             left,
         )
@@ -252,7 +258,9 @@ async def _compare(
     check_at_most(field, len(texts), config.limits.max_inputs, "texts")
     if not all(texts):
         raise RequestError(
-            f"{field} contains an empty string. Remove it.", field, code="invalid_value"
+            f"{field} contains an empty string. Remove the empty string.",
+            field,
+            code="invalid_value",
         )
     check_size(texts, engine, config.limits, field)
     is_rated = "pairs" in served.abilities
@@ -287,7 +295,7 @@ def _check_lengths(lengths: list[int], longest: int, field: str) -> None:
     if max(lengths) > longest:
         raise RequestError(
             f"a text has {max(lengths)} tokens, but this server accepts at most {longest}. "
-            "Shorten it.",
+            "Shorten the text.",
             field,
             code="context_length_exceeded",
         )

@@ -232,7 +232,7 @@ class Serving:
         if ability is not None and ability not in served.abilities:
             raise RequestError(
                 f"the model {served.name!r} does not support {ability} (supported: "
-                f"{', '.join(served.abilities)}).",
+                f"{', '.join(served.abilities)}). Use another model or another path.",
                 "model",
                 code="unsupported_model",
             )

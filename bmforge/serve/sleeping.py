@@ -141,8 +141,9 @@ class SleepingEngine:
                 except Exception as error:
                     self._opening_error = error
                     raise ReopeningError(
-                        f"the model was unloaded while idle, and cannot be loaded again "
-                        f"({type(error).__name__}: {error})."
+                        "the model was unloaded while idle, and cannot be loaded again "
+                        f"({type(error).__name__}: {error}). Check the files of the model, and "
+                        "restart the server."
                     ) from error
                 self._opening_error = None
             engine = self._engine

@@ -33,7 +33,10 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8 (first invalid byte: {error.start}).") from None
+        raise RequestError(
+            f"the body is not valid UTF-8 (position of the first invalid byte: {error.start}). "
+            "Encode the body as UTF-8."
+        ) from None
     try:
         value = json.loads(
             text,
@@ -44,7 +47,7 @@ def parse_json(body: bytes, limits: BodyLimits) -> Any:
         )
     except json.JSONDecodeError as error:
         raise RequestError(
-            f"the body is not JSON ({error.msg} at character {error.pos})."
+            f"the body is not valid JSON ({error.msg} at character {error.pos}). Correct the body."
         ) from None
     # Surrogates can only come from escapes, because their bytes are not valid UTF-8.
     if "\\ud" in text or "\\uD" in text:
@@ -62,7 +65,8 @@ def _check_size(body: bytes, limits: BodyLimits) -> None:
             values += 1
             if depth > limits.max_json_depth:
                 raise RequestError(
-                    f"the body is nested more than {limits.max_json_depth} levels deep."
+                    f"the body is nested too deeply (allowed: {limits.max_json_depth} levels). "
+                    "Send a flatter object."
                 )
         elif kind in b"]}":
             depth -= 1
@@ -71,9 +75,15 @@ def _check_size(body: bytes, limits: BodyLimits) -> None:
         elif kind in b":":
             keys += 1
         if values > limits.max_json_values:
-            raise RequestError(f"the body has more than {limits.max_json_values} values.")
+            raise RequestError(
+                f"the body has too many values (allowed: {limits.max_json_values}). Send a "
+                "smaller request."
+            )
         if keys > limits.max_json_keys:
-            raise RequestError(f"the body has more than {limits.max_json_keys} field names.")
+            raise RequestError(
+                f"the body has too many field names (allowed: {limits.max_json_keys}). Send a "
+                "smaller request."
+            )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -82,24 +92,36 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         shown = twice.encode("utf-8", "replace").decode()[:60]
-        raise RequestError(f"the key {shown!r} occurs twice in an object.", code="duplicate_key")
+        raise RequestError(
+            f"the key {shown!r} occurs twice in one object of the body. Send the key once.",
+            code="duplicate_key",
+        )
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise RequestError(f"the body is not JSON, because {name} is not a JSON number.")
+    raise RequestError(
+        f"the body is not valid JSON, because {name} is not a JSON number. Send null or a "
+        "finite number."
+    )
 
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise RequestError(f"the body contains an integer with more than {_MOST_DIGITS} digits.")
+        raise RequestError(
+            f"the body contains an integer with too many digits (allowed: {_MOST_DIGITS}). Send "
+            "a smaller number."
+        )
     return int(digits)
 
 
 def _float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise RequestError("the body contains a number that is too large for a 64-bit float.")
+        raise RequestError(
+            "the body contains a number that is too large for a 64-bit float. Send a smaller "
+            "number."
+        )
     return value
 
 

@@ -61,7 +61,8 @@ async def _answer(request: Request, task: str) -> Response:
     served = serving.find(fields["model"], "transcriptions")
     if serving.transcriber is None:
         raise RequestError(
-            "the server has no processor of audio. Create it with the directory of the model.",
+            "the server cannot transcribe audio, because its model was loaded without an audio "
+            "processor. Ask the operator to start the server with the directory of the model.",
             status=503,
         )
     options = _read_options(fields, task)
@@ -98,7 +99,9 @@ def _read_fields(parts: list[FormPart]) -> tuple[dict[str, str], io.BytesIO]:
                 part.name[:80],
             )
         if part.name in fields or (part.name == "file" and file is not None):
-            raise RequestError(f"the field {part.name!r} is given twice.", part.name)
+            raise RequestError(
+                f"the field {part.name!r} occurs twice in the form. Send the field once.", part.name
+            )
         if part.name == "file":
             file = io.BytesIO(part.value)
             file.name = part.filename or "audio"
@@ -106,7 +109,7 @@ def _read_fields(parts: list[FormPart]) -> tuple[dict[str, str], io.BytesIO]:
             fields[part.name] = part.value.decode("utf-8", "replace")
     if file is None or "model" not in fields:
         name = "file" if file is None else "model"
-        raise RequestError(f"the field {name!r} is required.", name)
+        raise RequestError(f"the field {name!r} is missing in the form. Add the field.", name)
     allowed: Mapping[str, tuple[str, ...]] = {
         "response_format": _FORMATS,
         "stream": ("false", "False"),
@@ -115,12 +118,15 @@ def _read_fields(parts: list[FormPart]) -> tuple[dict[str, str], io.BytesIO]:
     for name, values in allowed.items():
         if fields.get(name, values[0]) not in values:
             raise RequestError(
-                f"{name}={fields[name][:80]!r} is not supported (supported: {', '.join(values)}).",
+                f"{name}={fields[name][:80]!r} is not supported (supported: "
+                f"{', '.join(values)}). Use a supported value.",
                 name,
             )
     if _GRANULARITIES in fields and fields.get("response_format") != "verbose_json":
         raise RequestError(
-            f"{_GRANULARITIES} needs response_format='verbose_json'.", _GRANULARITIES
+            f"{_GRANULARITIES} is allowed only with response_format='verbose_json'. Set "
+            "response_format, or leave the field out.",
+            _GRANULARITIES,
         )
     return fields, file
 
@@ -137,7 +143,8 @@ def _read_options(fields: Mapping[str, str], task: str) -> dict[str, Any]:
         temperature = -1.0
     if not 0 <= temperature <= 1:
         raise RequestError(
-            f"temperature={fields['temperature'][:80]!r} must be a number from 0 to 1.",
+            f"temperature={fields['temperature'][:80]!r} is not a number from 0 to 1. Correct "
+            "the value.",
             "temperature",
         )
     return options | ({"do_sample": True, "temperature": temperature} if temperature else {})

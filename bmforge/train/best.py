@@ -38,7 +38,7 @@ class BestEvaluation:
             value = getattr(config, name)
             if value and not evaluates:
                 raise ConfigError(
-                    f"train.{name}={value} needs evaluations, but this run has no validation "
+                    f"train.{name}={value} compares evaluations, but this run has no validation "
                     "data. Set data.validation or data.validation_fraction."
                 )
         if self.keeps_checkpoint and not has_run_dir:
@@ -86,8 +86,8 @@ class BestEvaluation:
             return
         get_logger().warning(
             (
-                "the best checkpoint (step %d) is missing in %s, so the best checkpoint is chosen "
-                "among the evaluations from now on"
+                "the best checkpoint so far, of step %d, is missing in %s, so only checkpoints "
+                "from now on are compared"
             ),
             *(step, directory),
         )

@@ -45,7 +45,7 @@ def _stateful(callbacks: Sequence[Any]) -> dict[str, Any]:
     named = {getattr(c, "name", type(c).__name__): c for c in stateful}
     if len(named) < len(stateful):
         raise ConfigError(
-            f"several callbacks have the same name (names: {', '.join(sorted(named))}). Set a "
-            "different attribute `name` on each callback."
+            f"several callbacks have the same name (names: {', '.join(sorted(named))}). Give "
+            "each callback another value of its attribute `name`."
         )
     return named

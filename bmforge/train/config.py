@@ -96,8 +96,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value and self.eval_every_steps is None:
                 raise ConfigError(
-                    f"train.{name}={value} needs evaluations during training. Set "
-                    "train.eval_every_steps."
+                    f"train.{name}={value} needs evaluations during training, but "
+                    "train.eval_every_steps is not set. Set train.eval_every_steps."
                 )
         if self.early_stopping_threshold < 0:
             raise ConfigError(

@@ -40,9 +40,9 @@ def check_same_count(count: int, total: int, squares: int, position: str) -> Non
     counts = [0] * size
     dist.all_gather_object(counts, count)
     raise ConfigError(
-        f"the processes have different numbers of micro-batches in {position}: {counts}, by rank. "
-        "Pass the same number on every process, for example with padding sequences whose labels "
-        "are all -100."
+        f"the processes have different numbers of micro-batches in {position}: {counts} (in the "
+        "order of the ranks). Pass the same number on every process, for example with padding "
+        "sequences whose labels are all -100."
     )
 
 

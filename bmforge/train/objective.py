@@ -152,9 +152,10 @@ def check_model(model: nn.Module, objective: Objective) -> None:
         return  # a class without source text
     if "loss_function" not in source:
         raise ConfigError(
-            f"{owner.__name__} ignores num_items_in_batch, so its loss would grow with the "
-            "number of micro-batches. Load it with AutoModel.from_pretrained(directory, "
-            "backend='transformers'), or write your own objective."
+            f"the loss of {owner.__name__} ignores num_items_in_batch, so its loss would grow "
+            "with the number of micro-batches. Load it with "
+            "AutoModel.from_pretrained(directory, backend='transformers'), or write your own "
+            "objective."
         )
 
 

@@ -74,7 +74,7 @@ def test_an_accelerator_is_found_by_name_and_memory(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(auto_layout, "device_name", lambda device, called=called: called)
         assert auto_layout._find_accelerator(torch.device("meta")).name == name
     monkeypatch.setattr(auto_layout, "device_name", lambda device: "Fancy 1")
-    with pytest.raises(ConfigError, match="does not know the GPU 'Fancy 1'"):
+    with pytest.raises(ConfigError, match="has no data about the GPU 'Fancy 1'"):
         auto_layout._find_accelerator(torch.device("meta"))
 
 

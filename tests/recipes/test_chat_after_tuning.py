@@ -128,7 +128,7 @@ def test_old_turns_make_room(letters: Path, caplog: pytest.LogCaptureFixture) ->
         chat.reply("a" * 60)
     with pytest.raises(ConfigError, match="the message is empty"):
         chat.reply(" ")
-    with pytest.raises(ConfigError, match="cannot use a chat template"):
+    with pytest.raises(ConfigError, match="cannot be used with a chat template"):
         Conversation(build("GPT2", head="none"), tokenizer)
 
 

@@ -127,7 +127,7 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     assert "done" in page
     assert (tmp_path / "one" / "candidates" / best / "export" / "adapter_config.json").exists()
     other = dataclasses.replace(search, sizes=(2,))
-    with pytest.raises(ConfigError, match="a search with different"):
+    with pytest.raises(ConfigError, match="a search with other"):
         search_deltas(search_config(tmp_path, "two", other))
     data = dataclasses.replace(config.data, dev_split=None)
     with pytest.raises(ConfigError, match="dev_split"):

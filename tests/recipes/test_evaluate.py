@@ -259,7 +259,7 @@ def test_a_task_of_ones_own(recipe: str, tmp_path: Path) -> None:
         told = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
         assert told["id2label"] == {"0": "fell", "1": "rose"}
         return
-    with pytest.raises(ConfigError, match="Pass them with --labels"):
+    with pytest.raises(ConfigError, match="Pass the labels with --labels"):
         evaluate_model(str(tmp_path / "run"), EvaluateConfig(tasks=(dev,)))
 
 

@@ -156,9 +156,12 @@ def test_batches_losses_and_gradients_equal_those_of_transformers(
         ([user(FIRST, "<image> <|image_pad|> <start_of_image>"), assistant("a")], "image token"),
         (
             [user(FIRST), assistant("<image> <|image_pad|> <image_soft_token>")],
-            "name of an image token in an answer",
+            "contains an image token",
         ),
-        ([user(FIRST, "a" * 300), assistant("a")], "tokens before the first answer"),
+        (
+            [user(FIRST, "a" * 300), assistant("a")],
+            "tokens of text and images before the first answer",
+        ),
         ([user({"type": "video", "video": "a.mp4"}, FIRST), assistant("a")], "type 'video'"),
     ],
 )

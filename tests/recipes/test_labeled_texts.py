@@ -122,8 +122,8 @@ def test_the_figure_is_not_that_of_learned_texts(tmp_path: Path, log: list[str])
 @pytest.mark.parametrize(
     ("record", "fields", "message"),
     [
-        ({"text": "a", "label": "x"}, {}, "no text has label=good|1. The labels are: 'x' (1)"),
-        ({"text": "a", "label": "good"}, {}, "every text has label=good|1"),
+        ({"text": "a", "label": "x"}, {}, "no text counts as good (label=good|1)"),
+        ({"text": "a", "label": "good"}, {}, "every text counts as good (label=good|1)"),
         ({"text": "a"}, {}, "has no field 'label' (fields: text)"),
         ({"body": "a", "label": "good"}, {}, "has no field 'text' (fields: body, label)"),
         ({"text": 3, "label": "good"}, {}, "text=3 is not a string"),

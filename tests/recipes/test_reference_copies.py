@@ -206,7 +206,7 @@ def test_offloaded_copies_only_raise_the_peak_above_a_step(capsys: Any) -> None:
         (("--adapter", "lora", "--reference-offload"), "--reference-offload has no effect"),
         (
             ("--adapter", "lora", "--reference", "copy", "--reference-dtype", "int8"),
-            "only planned for full fine-tuning",
+            "only for full fine-tuning",
         ),
     ],
 )

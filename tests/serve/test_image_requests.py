@@ -195,7 +195,7 @@ def test_images_that_are_refused(start: Any, vision: Engine, directory: Path) ->
         ([before, *said(part("file:///etc/passwd"))], "messages.1.content", "not fetched"),
         (said(part("data:image/png;base64,AAAA")), "messages.0.content", "cannot be read"),
         (said(part(uri(Image.new("RGB", (300, 300))))), "messages.0.content", "pixels"),
-        (said(*[part(image)] * 3), "messages", "3 images are too many"),
+        (said(*[part(image)] * 3), "messages", "contains 3 images"),
         (said(part(image, detail="low")), "messages.0.content.0.image_url.detail", "'high'"),
         (said({"type": "image_url"}), "messages.0.content.0.image_url", "required"),
         (said({"type": "text"}), "messages.0.content.0.text", "required"),

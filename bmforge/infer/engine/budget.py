@@ -70,8 +70,8 @@ class EngineConfig:
         """Raise `ConfigError` for values out of range."""
         if self.max_rows < 1 or (self.max_tokens is not None and self.max_tokens < 2):
             raise ConfigError(
-                f"EngineConfig is out of range: max_rows={self.max_rows} (at least 1), "
-                f"max_tokens={self.max_tokens} (at least 2, or None for the default)."
+                f"EngineConfig is out of range: max_rows={self.max_rows} (allowed: at least 1), "
+                f"max_tokens={self.max_tokens} (allowed: at least 2, or None for the default)."
             )
         if self.adapter_bytes < 0:
             raise ConfigError(

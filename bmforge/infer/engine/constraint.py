@@ -128,8 +128,9 @@ class ConstraintCompiler:
         size = max(self._vocab_size, len(tokenizer), max(ends) + 1)
         if isinstance(tokenizer, CPM2Tokenizer) and tokenizer.implies_spaces:
             raise ConfigError(
-                f"constraints are not supported with this {type(tokenizer).__name__}, because its "
-                "tokens imply spaces that it does not encode. Leave the constraint out."
+                f"constraints are not supported with this {type(tokenizer).__name__}, because "
+                "this tokenizer does not represent every space of a text. Leave the constraint "
+                "out."
             )
         plain = _GuidanceTokenizer(tokenizer, size, ends)
         return guide.LLTokenizer(guide.TokenizerWrapper(plain), n_vocab=size, eos_token=ends)

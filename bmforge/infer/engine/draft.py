@@ -64,8 +64,9 @@ def open_draft(
     size = sum(map(packed_bytes, tensors.values())) + work.cache_bytes + work.step_bytes
     if size >= budget_bytes:
         raise ConfigError(
-            f"draft: the draft model takes {size} bytes, but device_budget_bytes={budget_bytes} "
-            "is the budget of both models. Raise the budget, or leave draft out."
+            f"draft: the draft model needs {size} bytes, but device_budget_bytes={budget_bytes} "
+            "must be enough for the draft model and the model together. Raise the budget, or "
+            "leave draft out."
         )
     return draft, tokens, size
 

@@ -191,8 +191,8 @@ def fill_mask(
             places = row["input_ids"][0] == tokenizer.mask_id
             if not bool(places.any()):
                 raise ConfigError(
-                    f"{text[:60]!r} has no mask token. Add one where the model is to predict a "
-                    "token."
+                    f"{text[:60]!r} has no mask token. Add the mask token where the model is to "
+                    "predict a token."
                 )
             scores = model(**row).logits[0, places].float().softmax(-1)
             best = scores.topk(min(top, scores.shape[-1]), -1)

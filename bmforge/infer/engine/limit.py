@@ -64,8 +64,8 @@ def check_module(model: nn.Module, config: EngineConfig, options: Mapping[str, A
         )
     if options:
         raise ConfigError(
-            f"{', '.join(options)} can only be set if the engine loads the model. Pass the "
-            "model's directory instead of a module."
+            f"{', '.join(options)} can be set only if the engine loads the model from a "
+            "directory. Pass the directory of the model instead of a model object."
         )
     if config.stream_experts:
         raise ConfigError(

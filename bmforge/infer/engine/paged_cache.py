@@ -236,8 +236,8 @@ class PagedCache:
             ShapeError: always.
         """
         raise ShapeError(
-            "a paged KV cache concatenates the tokens of several sequences, so attention layers "
-            "must call its method `attend`."
+            "the batch has a paged KV cache, which supports only attention layers that call "
+            "its method `attend`. Use attention layers of bmforge, or an unpaged KVCache."
         )
 
     def remember(

@@ -182,8 +182,8 @@ class RequestsConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"RequestsConfig: max_num_batched_tokens={self.max_num_batched_tokens} is below "
-                f"max_num_seqs={self.max_num_seqs}, so some answers would never get a token. "
-                "Set it to at least max_num_seqs."
+                f"max_num_seqs={self.max_num_seqs}, so some answers would never be continued. "
+                "Set max_num_batched_tokens to at least max_num_seqs."
             )
 
 
@@ -295,8 +295,8 @@ class Handle:
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
                 raise TimeoutError(
-                    f"the request has not ended after timeout_s={timeout_s}. Wait longer, or "
-                    "cancel it."
+                    f"the request has not ended after timeout_s={timeout_s}. Wait with a larger "
+                    "timeout_s, or cancel the request."
                 )
             if self._error is not None:
                 raise self._error

@@ -182,7 +182,9 @@ class Requests:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the engine's thread (also set by closing); None while it runs."""
-        closed = ConfigError("the engine was closed.") if self._is_closed else None
+        closed = (
+            ConfigError("the engine was closed. Create a new engine.") if self._is_closed else None
+        )
         return self._failure or closed
 
     def status(self) -> RequestsStatus:
@@ -247,7 +249,9 @@ class Requests:
                         self._step()
         except BaseException as error:  # any error must end all waiting requests
             self._failure = error
-            get_logger().error("the engine stopped, and all its requests fail: %r", error)
+            get_logger().error(
+                "the engine stopped because of an error, and all its requests fail: %r", error
+            )
         finally:
             self._end_all()
 

@@ -37,7 +37,12 @@ class EngineTask:
         if self.future.cancelled() and not self._is_answered:
             self.stop()
         elif self._deadline_s is not None and time.monotonic() >= self._deadline_s:
-            self.fail(TimeoutError(f"the task was not finished after deadline_s={self._seconds}."))
+            self.fail(
+                TimeoutError(
+                    f"the task was not finished after deadline_s={self._seconds}. "
+                    "Increase deadline_s, or send less input."
+                )
+            )
         return self._is_answered or self.future.cancelled()
 
     def finish(self, result: Any) -> None:

@@ -58,8 +58,8 @@ class ChatConfig:
         """Raise `ConfigError` for values out of range."""
         if self.window < 3 or self.no_repeat_ngram < 0:
             raise ConfigError(
-                f"ChatConfig is out of range: window={self.window} (at least 3), "
-                f"no_repeat_ngram={self.no_repeat_ngram} (at least 0)."
+                f"ChatConfig is out of range: window={self.window} (allowed: at least 3), "
+                f"no_repeat_ngram={self.no_repeat_ngram} (allowed: at least 0)."
             )
 
     def options(self, end: int, padding: int) -> GenerationConfig:

@@ -123,7 +123,7 @@ def continue_ids(
     if stops and config.num_beams > 1:
         raise ConfigError(
             f"num_beams={config.num_beams} and stop_strings cannot be used together, because "
-            "beam search knows its text only at the end. Leave one of them out."
+            "beam search selects its text only at the end. Leave one of them out."
         )
     if config.eos_token_id is None:
         config = config.replace(eos_token_id=find_end_tokens(model.config, tokenizer))

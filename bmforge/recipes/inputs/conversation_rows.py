@@ -237,7 +237,8 @@ class PackedConversations:
         log = get_logger()
         if any(is_cut):
             log.warning(
-                "%d of %d examples are longer than data.seq_len=%d and were truncated",
+                "%d of %d examples are longer than data.seq_len=%d and were truncated. Raise "
+                "data.seq_len to use them in full.",
                 sum(is_cut),
                 len(is_cut),
                 self._width,
@@ -313,7 +314,8 @@ def open_answers(
     cut = sum(len(pair.answer) > longest for pair in pairs)
     if cut:
         get_logger().warning(
-            "%d of %d answers are longer than data.seq_len=%d and were truncated",
+            "%d of %d answers are longer than data.seq_len=%d and were truncated. Raise "
+            "data.seq_len to use them in full.",
             cut,
             len(pairs),
             longest,

@@ -124,9 +124,9 @@ class ImageConversations:
         for row, length in zip(rows, lengths, strict=True):
             if length >= self._seq_len:
                 raise DataError(
-                    f"{row.location} has {length} tokens before the first answer, with its images "
-                    f"(data.seq_len={self._seq_len}). Raise data.seq_len, or leave the "
-                    "conversation out."
+                    f"{row.location} has {length} tokens of text and images before the first "
+                    f"answer, so the answer does not fit into data.seq_len={self._seq_len}. "
+                    "Raise data.seq_len, or leave the conversation out."
                 )
         width = batch["input_ids"].shape[1]
         joined = [F.pad(row[:width], (0, max(0, width - len(row))), value=IGNORE_INDEX)
@@ -145,8 +145,8 @@ def _check_tails(rows: Sequence[ImageRow], processor: Processor) -> None:
     wrong = [row.location for row in rows if media.intersection(row.ids)]
     if wrong:
         raise DataError(
-            f"{wrong[0]} has the name of an image token in an answer or a text after it "
-            f"({len(wrong)} such conversations). Remove the name from the text."
+            f"{wrong[0]} contains an image token, such as <image>, in an answer or after one "
+            f"({len(wrong)} conversations have this problem). Remove the token from the text."
         )
 
 
@@ -160,7 +160,9 @@ def _check_images(rows: Sequence[ImageRow]) -> None:
         except DataError as error:
             problems.append(f"{location}: {error}")
     if len(problems) > 1:
-        raise DataError(f"{problems[0]} ({len(problems)} of {len(places)} images cannot be used.)")
+        raise DataError(
+            f"{problems[0]} In total, {len(problems)} of {len(places)} images cannot be used."
+        )
     if problems:
         raise DataError(problems[0])
 
@@ -251,8 +253,8 @@ def check_image_layout(config: Any) -> None:
     """Raise `ConfigError` for a layout or option that training with images does not support."""
     if split := config.layout.splits_stages_or_tokens:
         raise ConfigError(
-            f"{split} is not supported for conversations with images, because it divides the "
-            "tokens or blocks but not the images. Use data parallelism (layout.zero)."
+            f"{split} is not supported for conversations with images, because it divides tokens "
+            "or blocks over processes, but not images. Use data parallelism (layout.zero)."
         )
     if config.adapter.kind == "soft-prompt":
         raise ConfigError(

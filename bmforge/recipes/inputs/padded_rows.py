@@ -79,7 +79,8 @@ def report_rows(count: int, dropped: int, cut: int, seq_len: int, kind: str) -> 
     log = get_logger()
     if cut:
         log.warning(
-            "%d of %d %s are longer than data.seq_len=%d and were truncated",
+            "%d of %d %s are longer than data.seq_len=%d and were truncated. Raise "
+            "data.seq_len to use them in full.",
             *(cut, count, kind, seq_len),
         )
     if dropped:

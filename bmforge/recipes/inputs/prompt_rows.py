@@ -158,7 +158,7 @@ def _encode(
         options = {"tools": prompt.tools, **prompt.variables}
         ids = template.encode(messages, **options)[1]
     if not ids:
-        raise DataError(f"{prompt.source}: the prompt is empty. Remove it.")
+        raise DataError(f"{prompt.source}: the prompt is empty. Remove this record.")
     return PromptRow(tuple(ids), prompt.content, prompt.columns, options)
 
 

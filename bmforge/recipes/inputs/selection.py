@@ -44,8 +44,8 @@ def check_where(where: Sequence[str], paths: Sequence[str], split: Sequence[floa
     ]
     if conditions and split:
         raise ConfigError(
-            f"data.split={tuple(split)} divides whole token stores, so it cannot be used with "
-            "conditions on documents (data.where). Leave one of them out."
+            f"data.split={tuple(split)} divides whole token stores, so it cannot be used "
+            "together with data.where, which selects documents. Leave one of them out."
         )
 
 

@@ -174,8 +174,9 @@ class Transcripts:
             )
         if len(labels) > seq_len:
             raise DataError(
-                f"{record.location} has a transcript of {len(labels)} tokens (allowed: "
-                f"data.seq_len={seq_len}). Divide the file and its transcript."
+                f"{record.location} has a transcript of {len(labels)} tokens (allowed: at most "
+                f"data.seq_len={seq_len}). Raise data.seq_len, or divide the audio file and its "
+                "transcript."
             )
         return count
 

@@ -240,7 +240,10 @@ class Checkpointer:
         fault: Fault = no_fault,
     ) -> None:
         if keep_last < 1:
-            raise ConfigError(f"keep_last={keep_last} must be at least 1.")
+            raise ConfigError(
+                f"keep_last={keep_last} must be at least 1, because a run needs its newest "
+                "checkpoint to resume."
+            )
         if keep_every is not None and keep_every < 1:
             raise ConfigError(f"keep_every={keep_every} must be at least 1, or None.")
         self.directory = Path(directory)

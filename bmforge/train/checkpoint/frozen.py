@@ -85,7 +85,7 @@ def _is_valid(path: Path, name: str, record: dict[str, Any], verified: set[str])
     verified.discard(name)
     problem = describe_damage(path, name, record)
     if problem is not None:
-        get_logger().warning("%s; its contents are written again", problem)
+        get_logger().warning("%s. The frozen tensors are therefore written again.", problem)
         return False
     verified.add(name)
     return True

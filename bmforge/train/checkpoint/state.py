@@ -184,8 +184,8 @@ def optimizer_parameters(
                 name = names.get(id(parameter))
                 if name is None:
                     raise CheckpointError(
-                        f"the {type(optimizer).__name__} has a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not in the model. Create the "
+                        f"the {type(optimizer).__name__} contains a parameter of shape "
+                        f"{tuple(parameter.shape)} that the model does not contain. Create the "
                         "optimizer from the model's parameters, after parallelize."
                     )
                 yield name.removeprefix("model/"), parameter, group, optimizer

@@ -208,7 +208,7 @@ def _check_trainable(
     if not numbers[0]:
         raise ConfigError(
             "the model has no trainable parameters, because requires_grad is False for all of "
-            "them. Set requires_grad=True for some."
+            "them. Set requires_grad=True for the parameters that you want to train."
         )
     if config.name == "muon" and not numbers[1]:
         raise ConfigError(

@@ -55,7 +55,7 @@ def read_metrics(path: str | Path) -> list[Row]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("it is not a JSON object with an integer 'step'")
+                raise ValueError("the line is not a JSON object with an integer 'step'")
         except ValueError as error:
             if number == last:
                 break
@@ -101,7 +101,7 @@ class MetricsWriter:
             self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
             self._show(row)
         except OSError as error:
-            get_logger().warning("metrics of step %d could not be written: %s", step, error)
+            get_logger().warning("the metrics of step %d could not be written: %s", step, error)
         for sink in self._sinks:
             sink(step, row)
 

@@ -88,9 +88,9 @@ class ParallelAdapter(Delta):
             )
             if len(reads) != len(writes):
                 raise ConfigError(
-                    f"pair ({first!r}, {second!r}) matches {len(reads)} modules with the first "
-                    f"and {len(writes)} with the second pattern. Use patterns that match the "
-                    "same number."
+                    f"in the pair ({first!r}, {second!r}), the first pattern matches "
+                    f"{len(reads)} modules and the second {len(writes)}. Use two patterns that "
+                    "match the same number of modules."
                 )
             reads_at |= dict(zip(writes, reads, strict=True))
         self.options["reads_at"] = reads_at

@@ -77,10 +77,11 @@ class BaseCheck:
             name = config.get("base_model_name_or_path")
             base_name = f"base_model_name_or_path={name!r}, " if name else ""
             raise CheckpointError(
-                f"the adapter in {str(directory)!r} was trained on another base model ({base_name}"
-                f"fingerprint {base}; this model has {fingerprint}). Load its base model, or, if "
-                "the weights should differ, pass allow_other_base=True (--allow-other-base of "
-                "bmforge merge, evaluate, generate, chat and serve)."
+                f"the adapter in {str(directory)!r} was trained on another base model "
+                f"({base_name}fingerprint {base}; this model has {fingerprint}). Load the base "
+                "model of the adapter, or, if the weights differ on purpose, pass "
+                "allow_other_base=True (--allow-other-base of bmforge merge, evaluate, "
+                "generate, chat and serve)."
             )
 
 

@@ -121,7 +121,10 @@ def _search(
         rows.copy_(start + moved.view_as(rows))
         value = float(score(model))
         if math.isnan(value):
-            raise ConfigError("score returned NaN. It must return a number (higher is better).")
+            raise ConfigError(
+                "the function score returned NaN. Let it return a finite number for each "
+                "candidate (a higher number is better)."
+            )
         scores.append(value)
         if value > best:
             best, best_rows = value, rows.clone()

@@ -47,8 +47,8 @@ def combine_deltas(
         raise ConfigError(f"unknown method: how={how!r} (supported: concatenate, svd, sum).")
     if (rank is not None) != (how == "svd"):
         raise ConfigError(
-            f"rank={rank} and how={how!r} do not match. Pass a rank with how='svd', and leave rank "
-            "out otherwise."
+            f"rank={rank} cannot be used with how={how!r}. Pass a rank with how='svd', and "
+            "leave rank out with other methods."
         )
     if how == "sum":
         combined = _sum(model, deltas, weights, into)

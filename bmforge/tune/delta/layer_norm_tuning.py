@@ -62,14 +62,19 @@ class LayerNormTuning(Delta):
     def detach(self) -> LayerNormTuning:
         """Restore the base's values in the norms; `attach` sets the trained values again."""
         if not self._attached:
-            raise ConfigError(f"adapter {self.name!r} is already detached.")
+            raise ConfigError(
+                f"adapter {self.name!r} is already detached. Call detach() only once."
+            )
         self._swap_()
         return self
 
     def attach(self) -> LayerNormTuning:
         """Set the norms to their trained values."""
         if self._attached:
-            raise ConfigError(f"adapter {self.name!r} is already attached.")
+            raise ConfigError(
+                f"adapter {self.name!r} is already attached. Call detach() before attaching it "
+                "again."
+            )
         self._swap_()
         return self
 
@@ -114,6 +119,6 @@ class LayerNormTuning(Delta):
     def merge(self, dequantize: bool = False) -> LayerNormTuning:
         """Raise `ConfigError`, because the model already contains the trained values."""
         raise ConfigError(
-            f"adapter {self.name!r} cannot be merged, because it trains the model's own "
-            "norms. Save the model instead: its norms have the trained values."
+            f"adapter {self.name!r} cannot be merged, because it trains the model's own norms. "
+            "Save the model instead, which contains the trained norms."
         )

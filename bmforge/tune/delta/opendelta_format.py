@@ -305,7 +305,8 @@ def _place(delta: AttachedDelta, beginning: str) -> str:
         if owner.startswith(beginning) and list(part.parameters()):
             return f"{owner}.{slot}"
     raise CheckpointError(
-        f"the adapter has no module {beginning!r}. Use the model that the adapter was trained on."
+        f"the adapter has no tensors for the module {beginning!r}. Use the model "
+        "that the adapter was trained on."
     )
 
 

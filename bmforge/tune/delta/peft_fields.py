@@ -130,8 +130,9 @@ def check_fields(config: Mapping[str, Any]) -> None:
         if rule is None:
             if value not in (None, False, "", [], {}):
                 raise ConfigError(
-                    f"adapter_config.json has an unknown field of {kind}: {name}={value!r}. Remove "
-                    "the field if it does not change what the adapter computes."
+                    f"adapter_config.json has a field of {kind} that this version of bmforge "
+                    f"does not support: {name}={value!r}. Remove the field if it does not "
+                    "change what the adapter computes."
                 )
         elif isinstance(rule, tuple) and value not in rule:
             raise ConfigError(

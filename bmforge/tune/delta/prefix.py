@@ -34,6 +34,7 @@ class Prefix(Delta):
         if options.setdefault("shift_positions", counts) and not can_shift:
             raise ConfigError(
                 f"shift_positions=True is not supported by a {type(self.model).__name__} "
-                "(allowed: False), because its positions are not a single token count."
+                "(allowed: False), because its positions do not count tokens one by one. Leave "
+                "shift_positions out."
             )
         return options

@@ -55,9 +55,9 @@ def find_label_tokens(
         in_class = labels == number
         if not in_class.any() or in_class.all():
             raise ConfigError(
-                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples. Label "
-                "words can be chosen only if every class has some of the examples, and no class "
-                "has all."
+                f"class {number} has {int(in_class.sum())} of the {len(labels)} examples. Pass "
+                "examples of at least two classes, and of every class, so that label words can "
+                "be compared between classes."
             )
         likely = log_yes[in_class].sum(0).argsort(descending=True)[:num_candidates]
         factor = float(in_class.sum() / (~in_class).sum()) if balance else 1.0

@@ -78,8 +78,8 @@ class GenerationVerbalizer(nn.Module):
         tokens = self._tokenizer.encode_plain(texts)
         if not all(tokens):
             raise ConfigError(
-                f"the text {texts[tokens.index([])]!r} of class {tokens.index([])} has no tokens. "
-                "Use another text."
+                f"the tokenizer encodes the text {texts[tokens.index([])]!r} of class "
+                f"{tokens.index([])} to no tokens. Use another text."
             )
         return tokens
 

@@ -63,7 +63,11 @@ def parse_template(text: str, needs_mask: bool = True) -> tuple[Piece, ...]:
             end = at + len(plain.rstrip(" "))
         at, spaced = end, False
     if needs_mask and not any(piece.kind == "mask" for piece in pieces):
-        raise TemplateError('the template has no {"mask"}. Add one.', text, len(text))
+        raise TemplateError(
+            'the template has no {"mask"}. Add {"mask"} where the model is to predict.',
+            text,
+            len(text),
+        )
     return tuple(pieces)
 
 
@@ -77,7 +81,10 @@ def _check_characters(text: str) -> None:
     for at, character in enumerate(text):
         if character == "\0" or "\ud800" <= character <= "\udfff":
             raise TemplateError(
-                f"the character {ord(character):#x} is not allowed in a template.", text, at
+                f"the character {ord(character):#x} is not allowed in a template. Remove the "
+                "character.",
+                text,
+                at,
             )
 
 
@@ -96,7 +103,14 @@ def _find_end(text: str, begin: int) -> int:
         elif character in "{[(":
             depth += 1
             if depth > _MAX_DEPTH:
-                raise TemplateError(f"braces are nested deeper than {_MAX_DEPTH} levels.", text, at)
+                raise TemplateError(
+                    (
+                        f"braces are nested too deeply (allowed: {_MAX_DEPTH} levels). "
+                        "Simplify the template."
+                    ),
+                    text,
+                    at,
+                )
         elif character in "}])":
             depth -= 1
             if depth == 0:
@@ -189,7 +203,7 @@ def _check_value(kind: str, value: Any, fail: Callable[[str], TemplateError]) ->
     if kind == "soft" and not isinstance(value, (str, type(None))):
         raise fail(f"soft={value!r} must be None or the text that initializes the soft tokens.")
     if kind == "mask" and value is not None:
-        raise fail(f"mask={value!r} is not allowed, because a mask has no value.")
+        raise fail(f'mask={value!r} is not allowed, because a mask has no value. Write {{"mask"}}.')
     if kind == "special" and value not in SPECIALS:
         near = difflib.get_close_matches(value, SPECIALS, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -37,8 +37,8 @@ def draw_few(
     """
     if (per_label > 0) == (total > 0):
         raise ConfigError(
-            f"per_label={per_label} and total={total} do not match: exactly one of them must be at "
-            "least 1."
+            f"per_label={per_label} and total={total} are not allowed together: exactly one of "
+            "them must be at least 1. Set one, and leave the other out."
         )
     generator = np.random.RandomState(seed)
     everything = list(range(len(labels)))

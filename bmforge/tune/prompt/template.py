@@ -112,8 +112,8 @@ class Template:
         if following and behind == "refuse":
             raise ConfigError(
                 f"the template has {following[0].kind} {following[0].value or ''!r} after its "
-                f"mask, which a model of the kind {self.prompt_format.kind!r} never reads. Put the "
-                "mask last, or pass behind='leave out' or behind='score'."
+                f"mask, but a {self.prompt_format.kind!r} model cannot use text after the mask. "
+                "Put the mask last, or pass behind='leave out' or behind='score'."
             )
         if behind == "score" and (not following or self.prompt_format.form != "row"):
             raise ConfigError(

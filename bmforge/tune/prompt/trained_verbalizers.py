@@ -145,7 +145,8 @@ class PrototypeVerbalizer(nn.Module):
             )
         if words is not None and num_classes < 2:
             raise ConfigError(
-                f"num_classes={num_classes} is too small (allowed: at least 2 with words)."
+                f"num_classes={num_classes} is too small (allowed: at least 2 if words is "
+                "given). Pass a larger num_classes."
             )
         self.num_classes, self.words = num_classes, words
         self.takes = "hidden" if words is None else "both"

@@ -37,9 +37,10 @@ def cut_parts(
     if excess > sum(lengths):
         fixed = sum(len(ids) for ids, _ in parts) - sum(lengths)
         raise ConfigError(
-            f"{name} does not fit: its parts that must not be truncated have {fixed} tokens, but "
-            f"only {max(room, 0)} tokens are available. Increase max_seq_len, or mark a part as "
-            "shortenable."
+            f"{name} does not fit into max_seq_len: the parts that must not be truncated have "
+            f"{fixed} tokens, but only {max(room, 0)} tokens are available. Increase "
+            "max_seq_len, or allow more parts of the template to be shortened "
+            '("shortenable": True).'
         )
     if excess <= 0:
         return [list(ids) for ids, _ in parts]

@@ -289,7 +289,8 @@ class PTRVerbalizer(nn.Module):
         self.classes, self.words = read_words(words)
         if len({len(row) for row in self.words}) != 1:
             raise ConfigError(
-                "every class needs the same number of words, one per mask. Add or remove words."
+                "every class needs the same number of words, one per mask. Change the label "
+                "words so that all classes have equally many."
             )
         if options.get("join") == "joint":
             raise ConfigError(

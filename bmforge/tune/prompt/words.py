@@ -45,8 +45,8 @@ def check_left(classes: Sequence[str], rows: Sequence[Sequence[str]], after: str
     empty = [name for name, row in zip(classes, rows, strict=True) if not row]
     if empty:
         raise ConfigError(
-            f"after {after}, these classes have no words: {', '.join(empty)}. Add more words to "
-            "these classes."
+            f"after {after}, these classes have no label words: {', '.join(empty)}. Add more "
+            "words to these classes."
         )
 
 
