@@ -1,8 +1,8 @@
 """Compares the output that a page shows with the output of the commands before it.
 
 A `text` block right after commands that are run is their output: the commands must print each of
-its lines, apart from numbers, directories and lines with "...". `<!-- not run: reason -->` before
-the block excludes it.
+its lines, apart from numbers, directories, processors and lines with "...".
+`<!-- not run: reason -->` before the block excludes it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import re
 
 NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
 FOLDER = re.compile(r"/\S+/")
+# The start of a run names the machine's own processor: "on 1 x AMD EPYC; run directory".
+PROCESSOR = re.compile(r"(?<= on )\d+ x [^;]+(?=; run directory )")
 
 
 def normalize(line: str) -> str:
-    """Return a line without its numbers, absolute directories and repeated spaces."""
-    return " ".join(NUMBER.sub("#", FOLDER.sub("", line)).split())
+    """Return a line without its numbers, processors, absolute directories and repeated spaces."""
+    return " ".join(NUMBER.sub("#", FOLDER.sub("", PROCESSOR.sub("#", line))).split())
 
 
 def unprinted_lines(shown: str, printed: str) -> list[str]:

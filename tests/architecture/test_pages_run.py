@@ -209,4 +209,8 @@ def test_a_changed_output_would_be_seen(tmp_path: Path) -> None:
     command = "echo wrote 12 files to /tmp/a/runs; echo done 3>&1"
     printed = run_commands(Block(ROOT / "README.md", 1, "bash", command), tmp_path)
     assert unprinted_lines("wrote 7 files to /home/b/runs\n...\ndone\n", printed) == []
+    started = "GPT2, on 1 x {}; run directory {}"
+    printed_start = started.format("Intel(R) Xeon(R) Processor", "runs/a")
+    assert unprinted_lines(started.format("AMD EPYC", "runs/a"), printed_start) == []
+    assert unprinted_lines(started.format("AMD EPYC", "runs/b"), printed_start) != []
     assert unprinted_lines("saved 7 files to /home/b/runs\n", printed) != []
