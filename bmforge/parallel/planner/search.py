@@ -204,7 +204,7 @@ class _LayoutEstimator:
             nearest = " or ".join(str(n) for n in (near, near + replicas) if n)
             raise ConfigError(
                 f"a batch of {batch} sequences cannot be divided evenly among {replicas} "
-                f"data-parallel processes. The nearest batch size that can is {nearest}."
+                f"data-parallel processes. Use a batch of {nearest} sequences."
             )
         return batch // replicas
 
