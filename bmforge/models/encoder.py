@@ -277,8 +277,7 @@ class EncoderModel(Model):
         ids, mask, added = with_prompt(self.embed, input_ids, attention_mask)
         if added and positions is not None:
             raise ConfigError(
-                f"position_ids has no positions for the {added} tokens of the soft prompt. "
-                "Leave position_ids out."
+                f"position_ids do not cover the {added} soft prompt tokens. Leave position_ids out."
             )
         if added and segments is not None:
             segments = F.pad(segments, (added, 0), value=0)

@@ -135,9 +135,7 @@ class Seq2Seq(Model):
         head, source = self.config.head, encoder_outputs
         check_logits_at(head, labels, logits_at)
         if source is None and input_ids is None and inputs_embeds is None:
-            raise ShapeError(
-                "the encoder has no input. Pass input_ids, inputs_embeds or encoder_outputs."
-            )
+            raise ShapeError("the encoder needs input_ids, inputs_embeds or encoder_outputs.")
         target, target_embeds = decoder_input_ids, decoder_inputs_embeds
         if self.decoder is None:
             target = target_embeds = None

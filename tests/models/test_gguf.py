@@ -222,7 +222,7 @@ def test_refuses_to_write(tmp_path):
             write_gguf(family.from_config(config), out)
     with pytest.raises(ConfigError, match="head='sequence_classification'"):
         write_gguf(Llama.from_config(llama.config.replace(head="sequence_classification")), out)
-    with pytest.raises(ConfigError, match=r"must end in \.gguf"):
+    with pytest.raises(ConfigError, match=r"must have the extension \.gguf"):
         write_gguf(llama, tmp_path / "a")
     with pytest.raises(ConfigError, match="supported: f32"):
         write_gguf(llama, out, "q2_k")

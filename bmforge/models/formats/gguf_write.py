@@ -102,14 +102,7 @@ def write_gguf(
     plan.extra = values.pop("tensors")
     _check_readable(model, architecture, values, plan)
     if left_out:
-        get_logger().warning(
-            (
-                "the GGUF format of the architecture %s does not store %s, so the file lacks this "
-                "setting."
-            ),
-            architecture.kind,
-            ", ".join(left_out),
-        )
+        get_logger().warning("GGUF %s does not store %s.", architecture.kind, ", ".join(left_out))
     values |= to_metadata(model.provenance)
     partial = out.with_name(partial_name(out.name))
     try:
@@ -129,11 +122,10 @@ def check_target(out: Path, kind: str, overwrite: bool) -> None:
     """Raise an error if the file exists or cannot be written, or if the type is unknown."""
     if kind not in get_args(GgufType):
         raise ConfigError(
-            f"type={kind!r} is not supported (supported: {', '.join(get_args(GgufType))}). "
-            "Choose a supported type."
+            f"type={kind!r} is not supported (supported: {', '.join(get_args(GgufType))})."
         )
     if out.suffix != ".gguf":
-        raise ConfigError(f"the output file {str(out)!r} must end in .gguf.")
+        raise ConfigError(f"the output file {str(out)!r} must have the extension .gguf.")
     if out.is_dir() or (out.exists() and not overwrite):
         raise CheckpointError(f"{str(out)!r} already exists. Choose another file name.")
     check_place(out, "target", is_file=True)
@@ -156,8 +148,8 @@ def _find(model: Model) -> Architecture:
     if architecture is None or not name.lower().startswith(_stem(architecture)):
         model_types = sorted(candidate.raw["model_type"] for candidate in ARCHITECTURES.values())
         raise ConfigError(
-            f"{name} (model_type={kind!r}) is not supported in GGUF (supported model types: "
-            f"{', '.join(model_types)}). Keep the model in the Hugging Face format."
+            f"{name} (model_type={kind!r}) is not supported in GGUF (supported: "
+            f"{', '.join(model_types)})."
         )
     if any(change.kind != "quantize" for change in model.config.changes):
         raise ConfigError(

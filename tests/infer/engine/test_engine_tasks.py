@@ -247,7 +247,7 @@ def test_embeddings_behind_a_soft_prompt() -> None:
             mask = torch.ones_like(row)
             got = model.encode(row, mask, token_type_ids=segments)
             torch.testing.assert_close(got, states.mean(1))
-            with pytest.raises(ConfigError, match="4 tokens of the soft prompt"):
+            with pytest.raises(ConfigError, match="4 soft prompt tokens"):
                 model.encode(row, position_ids=segments)
 
 
