@@ -90,8 +90,8 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
             else "no adapter is trained"
         )
         raise ConfigError(
-            f"the reference is the policy with its trained adapters disabled, but {reason}. Use a "
-            "frozen copy as reference, or train adapters only."
+            f"the reference is computed by the policy with its adapters disabled, but {reason}. "
+            "Use a frozen copy as reference, or train adapters only."
         )
     return _frozen_adapters(model)
 

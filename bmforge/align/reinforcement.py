@@ -257,8 +257,8 @@ def open_reference(
         is_sharded = any(type(p.data) is not Tensor for p in model.parameters())
         if is_sharded or (record is not None and record.mesh and record.mesh.size() > 1):
             raise ConfigError(
-                "make_copy=None is not supported for a sharded model. Pass a function that builds "
-                "a second model on the same layout."
+                "make_copy=None is not supported for a sharded model. Pass a function that "
+                "builds a second model with the same layout."
             )
         make_copy = partial(copy.deepcopy, model)
     frozen = make_copy().requires_grad_(False)

@@ -147,11 +147,15 @@ class RewardProcess:
         except queue.Empty:
             self.close()
             raise TimeoutError(
-                f"the function {self.spec!r} ran longer than {timeout_s:g} seconds."
+                f"the function {self.spec!r} ran longer than {timeout_s:g} seconds. Raise "
+                "reward_timeout_s, or make the function faster."
             ) from None
         if not line:
             self.close()
-            raise RuntimeError(f"the process of {self.spec!r} exited without an answer.")
+            raise RuntimeError(
+                f"the process of {self.spec!r} exited without a result. Check that the function "
+                "does not end the process."
+            )
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -221,7 +225,8 @@ class CallableReward:
             out, error = results.get(timeout=timeout_s)
         except queue.Empty:
             raise TimeoutError(
-                f"the reward function ran longer than {timeout_s:g} seconds."
+                f"the reward function ran longer than {timeout_s:g} seconds. Raise "
+                "reward_timeout_s, or make the function faster."
             ) from None
         if error is not None:
             raise RuntimeError(f"the reward function raised {error!r}.") from error
@@ -380,8 +385,8 @@ def _open(
     if reward.startswith("dir:"):
         if open_model is None:
             raise ConfigError(
-                f"--reward {reward} needs a function that loads reward models, but "
-                "open_model=None. Pass open_model, or a reward function."
+                f"--reward {reward} names a reward model, but open_model=None, so no reward "
+                "model can be loaded. Pass open_model, or a reward function."
             )
         return open_model(reward.removeprefix("dir:"))
     return RewardProcess(reward, timeout_s)

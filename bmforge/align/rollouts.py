@@ -98,8 +98,9 @@ class RolloutLoader:
         if remainder:
             raise ConfigError(
                 f"data.global_batch_size={sizes.global_batch_size} times "
-                f"rollout.steps_per_generation={config.steps_per_generation} must be a multiple of "
-                f"rollout.num_generations={config.num_generations}."
+                f"rollout.steps_per_generation={config.steps_per_generation} must be a multiple "
+                f"of rollout.num_generations={config.num_generations}. Change one of the three "
+                "values."
             )
         self._writer: AnswerWriter | None = None
         self._scores: Scores | None = None

@@ -128,16 +128,12 @@ def workload_of(
     """
     family = family_of(config)
     if row_tokens < 2:
-        raise ConfigError(
-            f"--seq {row_tokens} is too small (allowed: at least 2 tokens). Pass the sequence "
-            "length of the training."
-        )
+        raise ConfigError(f"--seq {row_tokens} must be at least 2 tokens.")
     decoder = getattr(config, "num_decoder_layers", 0)
     if decoder not in (0, config.num_layers):
         raise ConfigError(
-            f"{name} has {config.num_layers} encoder and {decoder} decoder blocks, but the "
-            "planner supports only equal numbers. Set both to the same number with --set "
-            "num_layers=N and --set num_decoder_layers=N."
+            f"{name} has {config.num_layers} encoder and {decoder} decoder blocks, but the planner "
+            "needs equal numbers. Set num_layers and num_decoder_layers with --set."
         )
     # Rotary positions have no limit; sequences that are too long for learned positions are refused
     # before tracing.

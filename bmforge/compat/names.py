@@ -79,7 +79,7 @@ def read_names(text: str) -> Table:
             )
         for name in own:
             if name in seen:
-                raise ConfigError(f"{name} is in the table twice.")
+                raise ConfigError(f"the name {name} is in the table twice. Remove one of the rows.")
             seen.add(name)
         rows.append(Row(own, state, note))
     return table

@@ -140,8 +140,9 @@ def by_block(
         names = [name for name in blocks if f"{matrix.owner}.".startswith(f"{name}.")]
         if not names:
             raise ConfigError(
-                f"{matrix.name} is not in a repeated block, so its inputs cannot be collected "
-                "block by block. Exclude it from `where`, or use a method without calibration."
+                f"{matrix.name} is not in a repeated block of layers, so a method with "
+                "calibration cannot collect its inputs. Exclude it from `where`, or use a "
+                "method without calibration."
             )
         if isinstance(matrix.module, nn.Embedding):
             raise ConfigError(
@@ -172,8 +173,8 @@ def _find_stacks(
     for names in stacks.values():
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(
-                f"{twice[0]} runs more than once per forward, so it cannot be calibrated. Exclude "
-                "it from `where`."
+                f"{twice[0]} runs more than once per forward pass, so it cannot be calibrated. "
+                "Exclude it from `where`."
             )
     return list(stacks.values())
 

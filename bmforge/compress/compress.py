@@ -192,8 +192,8 @@ class Compression:
         if set(state["methods"]) != set(names):
             raise ConfigError(
                 f"the run to resume uses the methods {', '.join(state['methods']) or '(none)'}, "
-                f"but this recipe uses {', '.join(names) or '(none)'}. Resume with the recipe "
-                "with which the run was started."
+                f"but this recipe uses {', '.join(names) or '(none)'}. Resume the run with its "
+                "original recipe."
             )
         self.step = int(state["step"])
         if self.distiller is not None:

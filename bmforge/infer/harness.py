@@ -167,7 +167,7 @@ class TextModel:
         if not pair.answer or len(pair.answer) > self.max_length:
             raise ConfigError(
                 f"a continuation of {len(pair.answer)} tokens cannot be scored (allowed: 1 to "
-                f"max_length={self.max_length})."
+                f"max_length={self.max_length}). Raise max_length, or leave the task out."
             )
         if self._is_apart:
             return pair

@@ -127,7 +127,9 @@ class Worker:
     def run(self, work: Callable[[], None], label: str = "") -> CopyHandle:
         """Submit a task; waiting on the returned handle raises the task's error."""
         if self._is_closed:
-            raise RuntimeError(f"{label or 'a task'} was submitted to a closed copy engine.")
+            raise RuntimeError(
+                f"{label or 'a task'} was submitted to a closed copy engine. Create a new engine."
+            )
         ticket = CopyHandle(label, self._note)
         self._note("submitted", label)
         self._tasks.put((work, ticket))

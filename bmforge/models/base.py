@@ -107,7 +107,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
         if not isinstance(config, cls.config_class):
             raise ConfigError(
                 f"{cls.__name__} needs a config of the type {cls.config_class.__name__}, not "
-                f"{type(config).__name__}."
+                f"{type(config).__name__}. Use the model class of the config."
             )
         model = cls.describe(config, dtype)
         with torch.device("meta"), SkipInit():

@@ -86,7 +86,8 @@ class Change:
         """
         if not isinstance(value, dict):
             raise ConfigError(
-                f"a change must be an object with the fields 'kind' and 'where', not {value!r}."
+                f"a change must be an object with the fields 'kind' and 'where', not {value!r}. "
+                "Correct the entry."
             )
         fields = {"kind", "where", "options", "name", "weight"}
         if set(value) - fields or not {"kind", "where"} <= set(value):

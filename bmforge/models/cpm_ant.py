@@ -146,7 +146,7 @@ class CPMAnt(CPMLive):
         elif context is None:
             raise ShapeError(
                 "segment needs context (True for input tokens, False for tokens to predict). "
-                "Pass both or none."
+                "Pass both, or leave both out."
             )
         else:
             _check_width(inputs, past, segment, context, span, attention_mask)

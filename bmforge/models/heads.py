@@ -188,7 +188,7 @@ def check_labels(labels: Tensor, rows: int) -> None:
     if labels.shape[0] != rows:
         raise ShapeError(
             f"labels have the batch size {labels.shape[0]}, but the inputs have the batch size "
-            f"{rows}. Pass labels for every sequence."
+            f"{rows}. Pass one entry of labels for every sequence."
         )
 
 

@@ -44,8 +44,8 @@ def quantize_layers_(model: nn.Module, names: Sequence[str], spec: QuantSpec, na
     read = find_read(names) if callable(find_read) else []
     if uncalled := [*find_uncalled(model, names), *read]:
         raise ConfigError(
-            f"other modules read the weight of {', '.join(uncalled[:3])} without calling the "
-            "module, so the module cannot be replaced. Exclude it from `where`."
+            f"other modules use the weight of {', '.join(uncalled[:3])} directly, without "
+            "calling the module, so the module cannot be replaced. Exclude it from `where`."
         )
     new: dict[str, Any] = {}
     problems = []
@@ -78,8 +78,8 @@ def _put_in_place_(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     """Replace modules with their quantized versions, to which their adapters are moved."""
     if hooked := [n for n in new if has_other_hooks(model.get_submodule(n))]:
         raise ConfigError(
-            f"{', '.join(hooked[:3])} cannot be replaced, because the forward hooks of the module "
-            "(such as pruning gates) would be lost. Remove the hooks first."
+            f"{', '.join(hooked[:3])} cannot be replaced, because the module has forward hooks "
+            "(such as pruning gates) that would be lost. Remove the hooks first."
         )
     for n, module in new.items():
         if taken := [p for p, _ in adapters_of(model.get_submodule(n)) if hasattr(module, p)]:

@@ -101,7 +101,8 @@ class LocalRotaryConfig(LayerTypesConfig):
             if local.pop("rope_type", "default") != "default" or local:
                 raise ConfigError(
                     f"{cls.__name__}: rope_parameters[{_SLIDING!r}]={tables[_SLIDING]} is not "
-                    "supported (supported: rope_type 'default' with rope_theta)."
+                    "supported (supported: rope_type 'default' with rope_theta). Correct "
+                    "config.json, or use another model."
                 )
             raw["rope_parameters"] = tables.get(_FULL)
         values, raw = super()._read_special(raw)

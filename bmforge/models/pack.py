@@ -121,7 +121,8 @@ def _warn_of_floats(model: Any) -> None:
     if left > _FEW_FLOATS * (left + packed):
         largest = ", ".join(name for name, _ in floats.most_common(3))
         get_logger().warning(
-            "%d of %d weights in the blocks are not quantized, most of them in %s.",
+            "%d of %d weights in the blocks are not quantized, because bmforge does not "
+            "support their layers. Most of them are in %s.",
             *(left, left + packed, largest),
         )
 

@@ -199,8 +199,8 @@ def _check(model: Any, old: dict[str, Block], specs: dict[str, BlockSpec]) -> No
         former = old[name].spec.attn
         if attn.alibi and former is not None and attn.num_heads != former.num_heads:
             raise ConfigError(
-                f"{name} cannot be resized: num_heads={attn.num_heads} changes the ALiBi slopes of "
-                f"its {former.num_heads} heads. Resize the MLP instead."
+                f"{name} cannot be resized: num_heads={attn.num_heads} would change the ALiBi "
+                f"slopes of its {former.num_heads} heads. Resize the MLP instead."
             )
         if attn.head_dim < rotary_dim and attn.head_dim % 2:
             raise ConfigError(

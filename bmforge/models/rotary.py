@@ -52,8 +52,8 @@ def rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
     unknown = [name for name in parameters if name not in _ROPE_NAMES]
     if unknown:
         raise ConfigError(
-            f"rotary scaling {kind!r} has unsupported parameters: {', '.join(unknown)} (supported: "
-            f"{', '.join(_ROPE_NAMES)})."
+            f"rotary scaling {kind!r} has unsupported parameters: {', '.join(unknown)} "
+            f"(supported: {', '.join(_ROPE_NAMES)}). Correct rope_scaling in config.json."
         )
     scaling = {_ROPE_NAMES[n]: v for n, v in parameters.items() if v is not None}
     return {
@@ -111,8 +111,8 @@ class RotaryConfig(ModelConfig):
             numbers.setdefault("factor", self.max_seq_len / numbers["original_seq_len"])
         elif kind and "factor" not in numbers:
             raise ConfigError(
-                f"rotary scaling {kind!r} needs a factor, but its parameters are {numbers}. Add "
-                "factor to the scaling."
+                f"rotary scaling {kind!r} needs the parameter factor, but has only {numbers}. "
+                "Add factor to rope_scaling in config.json."
             )
         return RopeSpec(
             rotary_dim or self.head_dim,

@@ -82,7 +82,8 @@ def _check_table(model: Any, new_size: int) -> None:
         )
     if not model.config.vocab_size or getattr(table, "weight", None) is None:
         raise ConfigError(
-            f"{kind} has no unmodified token embedding, so its vocabulary cannot be resized."
+            f"{kind} has no unmodified token embedding, so its vocabulary cannot be resized. "
+            "Resize it before other changes."
         )
     rows = table.num_embeddings
     if rows != model.config.vocab_size:
@@ -113,7 +114,8 @@ def _resized_axes(old: nn.Module, new: nn.Module) -> dict[str, int]:
         differing = [axis for axis, (before, after) in enumerate(pairs) if before != after]
         if len(differing) > 1:
             raise ConfigError(
-                f"{name} depends on vocab_size in {len(differing)} dims, so it cannot be resized."
+                f"{name} depends on vocab_size in {len(differing)} dims, so the vocabulary of "
+                "this model cannot be resized. Use a tokenizer without new tokens."
             )
         axes |= {name: differing[0]} if differing else {}
     return axes

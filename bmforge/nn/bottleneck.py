@@ -244,8 +244,8 @@ class BottleneckInput(AdapterModule):
         """
         if not self.held:
             raise ConfigError(
-                "a parallel adapter reads the input of a module that runs after the adapter's "
-                "target. Choose a target that runs after that module."
+                "the adapter needs the input of a module that runs only after the target of "
+                "the adapter. Choose a target that runs after that module."
             )
         return self.held.pop()
 

@@ -258,7 +258,9 @@ def store_int8(module: nn.Module, stored: dict[int, tuple[Tensor, Tensor]]) -> n
         ConfigError: the module is not supported or already quantized.
     """
     if isinstance(module, (RowStore, Int8Experts)):
-        raise ConfigError(f"a {type(module).__name__} is already stored as int8.")
+        raise ConfigError(
+            f"a {type(module).__name__} is already stored as int8. Exclude it from `where`."
+        )
     if isinstance(module, Experts):
         return Int8Experts(module)
     sizes = linear_sizes(module)

@@ -82,10 +82,14 @@ class MoESpec:
         if self.choice == "per_call" and (self.weighs or self.capacity_factor is not None):
             raise ConfigError(
                 "choice='per_call' selects the same experts for all tokens and adds their "
-                "outputs. Set weighs=False and leave capacity_factor out."
+                "outputs, so weighs=True and capacity_factor are not supported. Set "
+                "weighs=False, and leave capacity_factor out."
             )
         if self.split and self.weighs:
-            raise ConfigError("split=True uses no router weights. Set weighs=False.")
+            raise ConfigError(
+                "split=True does not support weighs=True, because it adds the outputs of the "
+                "experts without weights. Set weighs=False."
+            )
         self._check_groups()
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(

@@ -67,7 +67,7 @@ class LengthOptions:
         """Raise `ConfigError` for invalid options."""
         if self.length < 1:
             raise ConfigError(
-                f"length={self.length} virtual tokens: the length must be at least 1."
+                f"length={self.length} must be at least 1. Pass the number of virtual tokens."
             )
         if not (self.std >= 0 and math.isfinite(self.std)):
             raise ConfigError(f"std={self.std} must be finite and at least 0.")
@@ -238,8 +238,8 @@ def put_prompts_(model: nn.Module, names: Sequence[str], options: LengthOptions,
     def build(table: Any) -> ExtraEmbeddings:
         if table is not tokens:
             raise ConfigError(
-                "a soft prompt needs a token embedding named `embed`, which this model does not "
-                "have."
+                "a soft prompt needs a token embedding named `embed`, which this model does "
+                "not have. Use another adapter."
             )
         return ExtraEmbeddings(options.length, table.embedding_dim, options.std)
 

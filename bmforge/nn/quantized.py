@@ -178,7 +178,10 @@ def store_packed(module: nn.Module, spec: QuantSpec) -> PackedStore:
             packed.
     """
     if isinstance(module, PackedStore) or type(module).__name__.startswith("Int8"):
-        raise ConfigError(f"a {type(module).__name__} is already quantized.")
+        raise ConfigError(
+            f"a {type(module).__name__} is already quantized. Exclude it from `where`, or load "
+            "the unquantized model."
+        )
     new: Any
     if is_foreign_experts(module):
         new = PackedForeignExperts(module, spec)

@@ -259,8 +259,8 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     mesh = None if record is None else record.mesh
     if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(
-            f"a {type(model).__name__} is trained by {dist.get_world_size()} processes, but it "
-            "is not parallelized. Call parallelize(model, layout) first."
+            f"a {type(model).__name__} is trained by {dist.get_world_size()} processes, but the "
+            "model is not parallelized. Call parallelize(model, layout) first."
         )
     return mesh
 

@@ -305,7 +305,9 @@ def parse_vocabulary(
     numbers = [number for number, line in enumerate(lines) if line or not skip_empty]
     vocabulary = {lines[number]: id for id, number in enumerate(numbers)}
     if not vocabulary or not text:
-        raise DataError(f"{str(path)!r} is empty (needed: one token per line).")
+        raise DataError(
+            f"{str(path)!r} is empty (needed: one token per line). Download the file again."
+        )
     if len(vocabulary) != len(numbers):
         at = next(n for id, n in enumerate(numbers) if vocabulary[lines[n]] != id)
         raise DataError(

@@ -22,7 +22,9 @@ def load_sentence_piece(model: bytes, path: Path) -> Any:
     except ImportError as error:
         raise MissingDependencyError("sentencepiece", "zh", "a SentencePiece tokenizer") from error
     if not model:
-        raise DataError(f"{str(path)!r} is empty (needed: a SentencePiece model).")
+        raise DataError(
+            f"{str(path)!r} is empty (needed: a SentencePiece model). Download the file again."
+        )
     try:
         return SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:

@@ -114,7 +114,7 @@ def test_metrics_of_classes_equal_scikit_learn() -> None:
     names = {0: "person-actor", 1: "person-other"}
     # Each wrong type still shares the level `person`: half of each pair's levels.
     assert classification_metrics(predicted, wanted, "loose-micro-f1", names) == 0.75
-    with pytest.raises(ConfigError, match="needs id2label"):
+    with pytest.raises(ConfigError, match="needs the name of each class"):
         classification_metrics(predicted, wanted, "loose-macro-f1")
 
 

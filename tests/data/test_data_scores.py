@@ -175,7 +175,7 @@ def test_paragraphs_in_other_languages_are_cut() -> None:
 
 
 def test_paragraphs_need_languages(place: Path, tmp_path: Path) -> None:
-    for languages, said in (((), "no effect"), (("any",), "codes of the languages to keep")):
+    for languages, said in (((), "no effect"), (("any",), "codes of the languages that you want")):
         config = replace(CONFIG, by_paragraph=True, languages=languages)
         with pytest.raises(ConfigError, match=said):
             prepare(place / "mixed.jsonl", tmp_path / "out", config)

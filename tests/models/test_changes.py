@@ -127,7 +127,7 @@ def test_transformers_refuses_a_changed_model(
         (Change("int8", ("layers.0.mlp.up_proj",), {"bits": 4}), "unknown field options.bits"),
         (Change("resize", "layers.0", {"num_heads": 3, "num_kv_heads": 2}), "multiple of"),
         (Change("prefix", "layers.*.mlp", {"length": 2}), "does not support a prefix adapter"),
-        (Change("prompt", "embed", {"length": 0}), "the length must be at least 1"),
+        (Change("prompt", "embed", {"length": 0}), "length=0 must be at least 1"),
         (Change("prompt", "embed", {"length": 2}, "mine"), "name='mine' has no effect"),
         (
             Change("prompt", ("embed", "embed_positions"), {"length": 2}),

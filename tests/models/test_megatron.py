@@ -389,7 +389,7 @@ def test_degrees_that_do_not_divide(tmp_path: Path) -> None:
         save_megatron(model, tmp_path / "a", 0)
     assert not (tmp_path / "a").exists()
     save_megatron(model, tmp_path / "a", 2)
-    with pytest.raises(CheckpointError, match="already contains shards"):
+    with pytest.raises(CheckpointError, match="already contains Megatron shards"):
         save_megatron(model, tmp_path / "a", 1)
 
 

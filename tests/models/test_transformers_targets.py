@@ -160,7 +160,7 @@ def test_weights_that_other_modules_read_stay_floats(kind: str, tmp_path: Path) 
     with torch.no_grad():
         assert bool(model(tokens()).logits.isfinite().all())
     again = AutoModel.from_pretrained(tmp_path, backend="transformers")
-    with pytest.raises(ConfigError, match="other modules read"):
+    with pytest.raises(ConfigError, match="other modules use"):
         quantize_(again, "int8", where=[read[0]])
 
 

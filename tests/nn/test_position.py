@@ -192,7 +192,7 @@ def test_whole_heads_turned_in_so_many_words(place: str) -> None:
     ("rope", "message"),
     [
         ({"rope_type": "proportional", "factor": 2.0}, "proportional"),
-        ({"rope_type": "linear"}, "needs a factor"),
+        ({"rope_type": "linear"}, "needs the parameter factor"),
         ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary"),
     ],
 )

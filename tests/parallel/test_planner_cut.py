@@ -198,7 +198,7 @@ def test_the_obstacle_and_the_nearest_that_works() -> None:
     with pytest.raises(ConfigError) as refused:
         _ = found.winner
     said = str(refused.value)
-    assert "a batch of 8 sequences does not divide evenly among 3 data-parallel processes" in said
+    assert "a batch of 8 sequences cannot be divided evenly among 3 data-parallel processes" in said
     assert "Nearest batch that works: --batch 9, or --gpus 2 for this batch" in said
     assert plan(request_for(gpus=3, batch=9), layouts=(Layout(),)).winner.fits
     with pytest.raises(ConfigError, match=r"--gpus 8 or 16, or --gpus-per-node 6"):

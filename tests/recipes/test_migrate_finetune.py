@@ -74,7 +74,7 @@ def test_cpm2_pretraining_reads_the_model_config(tmp_path: Path) -> None:
 
 
 def test_programs_without_a_recipe_name_the_replacement() -> None:
-    with pytest.raises(ConfigError, match=r"finetune_cpm2\.py has no recipe\. Use .*prompt-"):
+    with pytest.raises(ConfigError, match=r"finetune_cpm2\.py cannot be converted.* Use .*prompt-"):
         migrate_text("deepspeed finetune_cpm2.py --data-path x")
     with pytest.raises(ConfigError, match=r"--lr fast must be of type float"):
         migrate_text("python finetune_lm.py --lr fast")

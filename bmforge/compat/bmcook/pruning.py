@@ -68,7 +68,9 @@ class BMPrune:
         if not section["is_pruning"]:
             return
         if _SLOT in model.__dict__:
-            raise ConfigError("this model is already pruned. Call compute_mask once per model.")
+            raise ConfigError(
+                "this model is already pruned. Call compute_mask only once for each model."
+            )
         if section["mask_method"] == "sprune":
             owner = _zoo_model(model)
             kind = OwnBlocksMethod if owner is None else StructureMethod

@@ -46,8 +46,8 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
         pruning = pruning_of(model)
         if pruning is None:
             raise ConfigError(
-                'mode="prune" needs a pruned model, but this one was not pruned. Prune it, or use '
-                'mode="quant".'
+                'mode="prune" needs a pruned model, but this model was not pruned. Prune the '
+                'model, or use mode="quant".'
             )
         facts = pruning.method.finish_(pruning.owner)
     tensors = _gather(model)
@@ -55,8 +55,8 @@ def save(model: nn.Module, file_name: str, mode: str) -> None:
         names = _quantised(model)
         if not names:
             raise ConfigError(
-                'mode="quant" needs a quantized model, but no layer of this one was quantized. '
-                "Set quantization.is_quant to true in the config."
+                'mode="quant" needs a quantized model, but no layer of this model was '
+                "quantized. Set quantization.is_quant to true in the config."
             )
         for name in names:
             rows, scale = quantize_rows(tensors.pop(f"{name}.weight").float())

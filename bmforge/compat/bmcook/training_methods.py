@@ -61,7 +61,8 @@ class BMDistill:
             )
         if teacher is None:
             raise ConfigError(
-                "the config has a section distillation, but there is no teacher. Pass the teacher."
+                "the config has a section distillation, but no teacher was passed. Pass the "
+                "teacher model to set_compression."
             )
         freeze_(teacher)
         return Teaching(student, teacher, section, target_linear).wrap(forward_fn)

@@ -54,16 +54,17 @@ def open_engine(
     """
     if device_idx not in (None, default_device().index, 0):
         raise ConfigError(
-            f"device_idx={device_idx} is not supported: the first accelerator that the process "
-            "sees is used. Select it with CUDA_VISIBLE_DEVICES, and leave device_idx out."
+            f"device_idx={device_idx} is not supported, because bmforge uses the first "
+            "accelerator that is visible to the process. Select an accelerator with "
+            "CUDA_VISIBLE_DEVICES, and leave device_idx out."
         )
     directory = find_model(version.removeprefix("file://"))
     raw = read_config_file(directory)
     family_class = AutoModel.family_of(raw)
     if family_class.__name__ != family:
         raise ConfigError(
-            f"{str(directory)!r} contains a {family_class.__name__}, not a {family}. Pass "
-            "another version=."
+            f"{str(directory)!r} contains a {family_class.__name__}, not a {family}. Pass the "
+            "version of this model as version=."
         )
     is_packed = bool(raw.get("quantization_config"))
     return Engine(
@@ -119,7 +120,8 @@ class _Model:
         missing = [token for token, id in ids.items() if id is None]
         if missing:
             raise ConfigError(
-                f"stop_tokens={missing} are not in the model's vocabulary. Leave them out."
+                f"stop_tokens={missing} are not in the vocabulary of the model. Leave these "
+                "tokens out."
             )
         return tuple(dict.fromkeys((*ids.values(), *end_ids)))
 

@@ -126,7 +126,7 @@ class TransformerBlockList(nn.ModuleList):
         super().__init__(layers)
         places: dict[str, torch.device] = {}
         if gpus and not len(self):
-            raise ConfigError("TransformerBlockList has no blocks. Pass at least one.")
+            raise ConfigError("TransformerBlockList has no blocks. Pass at least one block.")
         self.requires_grad_(False)
         each = -(-len(self) // max(1, len(gpus)))
         for gpu, entry in enumerate(gpus):
@@ -197,7 +197,9 @@ def _quantize_(model: nn.Module) -> None:
         warnings.warn(f"these linear layers are not quantized: {', '.join(left)}.", stacklevel=3)
     elif not num_replaced:
         warnings.warn(
-            f"quantization=True, but the {type(model).__name__} has no linear layers.", stacklevel=3
+            f"quantization=True, but the {type(model).__name__} has no linear layers that can "
+            "be quantized. Leave quantization out.",
+            stacklevel=3,
         )
 
 

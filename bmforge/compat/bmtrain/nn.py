@@ -99,7 +99,7 @@ def _part(size: int, what: str) -> int:
     parts = config["tp_size"]
     if size % parts:
         raise ConfigError(
-            f"tp_size={parts} does not divide {what}={size}. Use a tp_size that divides it."
+            f"tp_size={parts} does not divide {what}={size}. Use a tp_size that divides {size}."
         )
     return size // parts
 

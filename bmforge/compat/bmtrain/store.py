@@ -200,8 +200,8 @@ def load(model: nn.Module, file_name: str | Path, strict: bool = True) -> Any:
             ) from error
         if not isinstance(loaded, dict):
             raise CheckpointError(
-                f"{file_name} contains a {type(loaded).__name__} (needed: a state_dict). Save "
-                "model.state_dict()."
+                f"{file_name} contains a {type(loaded).__name__} (needed: a state dict). Pass a "
+                "file in which model.state_dict() was saved."
             )
         return loaded
 

@@ -56,7 +56,9 @@ class Argument:
         try:
             return int(float(value)) if kind is int and "e" in str(value) else kind(value)
         except ValueError as error:
-            raise ConfigError(f"{name} {value} must be of type {self.type}.") from error
+            raise ConfigError(
+                f"{name} {value} must be of type {self.type}. Correct the value."
+            ) from error
 
 
 _FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))

@@ -161,5 +161,7 @@ def _batch(config: Any, settings: Mapping[str, Any], world_size: int) -> Any:
                 f"pp={layout.pp} / tp={layout.tp}"
             )
         fact = f"{rule} is {used}: {used} is used"
-        get_logger().warning("--ds-config has train_batch_size=%d, but %s", stated, fact)
+        get_logger().warning(
+            "train_batch_size=%d of --ds-config is ignored, because %s", stated, fact
+        )
     return data

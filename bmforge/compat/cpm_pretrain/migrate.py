@@ -49,11 +49,14 @@ def migrate_text(text: str) -> Migrated:
     starts = [line for line in lines if any(program in line for program in programs)]
     for program in UNSUPPORTED:
         if not starts and any(program in line for line in lines):
-            raise ConfigError(f"{program} has no recipe. Use {UNSUPPORTED[program]}.")
+            raise ConfigError(
+                f"{program} cannot be converted, because bmforge has no recipe for it. Use "
+                f"{UNSUPPORTED[program]}."
+            )
     if not starts:
         raise ConfigError(
-            f"the script starts none of {', '.join(programs)}. Use a start script of "
-            "CPM-Pretrain or CPM-Finetune, or one of its command lines."
+            f"the script does not start a supported program ({', '.join(programs)}). Use a "
+            "start script of CPM-Pretrain or CPM-Finetune, or one of its command lines."
         )
     words = shlex.split(starts[-1].replace("\x00", " "))
     at = next(n for n, word in enumerate(words) if Path(word).name in programs)

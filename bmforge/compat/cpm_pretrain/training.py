@@ -174,7 +174,7 @@ class Rows:
             raise ConfigError(
                 "the checkpoint has weights with stride > 1 that were sharded for "
                 f"--model-parallel-size {state['strides']}, but this run has {self.strides}. "
-                "Use the same size."
+                "Use the same --model-parallel-size."
             )
         self.step = int(state["step"])
 
@@ -268,7 +268,10 @@ def _need(args: argparse.Namespace) -> None:
     names = ("batch_size", "train_iters", "lr")
     missing = [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) is None]
     if missing:
-        raise ConfigError(f"pretrain() needs {', '.join(missing)} on the command line.")
+        raise ConfigError(
+            f"pretrain() needs the options {', '.join(missing)}. Add the options to the command "
+            "line."
+        )
 
 
 def _interval(model: nn.Module) -> int:

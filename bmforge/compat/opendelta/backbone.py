@@ -74,7 +74,9 @@ def existing_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     if len(missing) == len(targets):
         return list(targets)
     for target, why in missing.items():
-        get_logger().warning("modified_modules: %r is ignored: %s", target, why)
+        get_logger().warning(
+            "the target %r of modified_modules is ignored, because %s", target, why
+        )
     return [target for target in targets if target not in missing]
 
 

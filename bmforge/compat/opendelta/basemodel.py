@@ -146,7 +146,7 @@ class DeltaBase(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error: the backbone must be called instead."""
-        raise ConfigError("a delta model has no forward. Call the backbone.")
+        raise ConfigError("a delta model has no forward(). Call the backbone model instead.")
 
     @classmethod
     def from_config(
@@ -222,8 +222,8 @@ class DeltaBase(nn.Module):
         """
         if push_to_dc:
             raise ConfigError(
-                "push_to_dc=True is not supported, because DeltaCenter no longer exists. "
-                "Upload the directory to any hub."
+                "push_to_dc=True is not supported, because DeltaCenter no longer exists. Leave "
+                "push_to_dc out, and upload the directory yourself."
             )
         self.delta.save(finetuned_delta_path, **read_card(center_args))
         if save_config:

@@ -56,7 +56,8 @@ class PrefixModel(DeltaBase):
             return {}
         if config.embed_dim != config.mid_dim:
             raise ConfigError(
-                f"embed_dim={config.embed_dim} and mid_dim={config.mid_dim} must be equal."
+                f"embed_dim={config.embed_dim} and mid_dim={config.mid_dim} must be equal, "
+                "because bmforge has one size for both."
             )
         return {"inner": config.mid_dim}
 
@@ -141,8 +142,8 @@ class AutoDeltaModel:
         name = old_type_of(kind)
         if name is None:
             raise ConfigError(
-                f"{str(directory)!r} contains a {kind.__name__}, which OpenDelta did not have. "
-                "Use bmforge.tune.delta.load_delta."
+                f"{str(directory)!r} contains a {kind.__name__}, a type that OpenDelta does not "
+                "support. Use bmforge.tune.delta.load_delta."
             )
         model = MODELS[name]
         return model.from_finetuned(finetuned_model_name_or_path, backbone_model, **kwargs)

@@ -50,7 +50,7 @@ def classification_metrics(
         return both / max(1, sum(other == 1 for other in others))
     if metric in ("loose-micro-f1", "loose-macro-f1"):
         if id2label is None:
-            raise ConfigError(f"metric={metric!r} needs id2label, the name of each class.")
+            raise ConfigError(f"metric={metric!r} needs the name of each class. Pass id2label.")
         names = [[id2label[number] for number in row] for row in (preds, labels)]
         return metrics.loose_f1(names[0], names[1], label_path_sep)[metric.replace("-", " ")]
     names_of_metrics = (

@@ -90,7 +90,10 @@ class TemplateGenerator(_Generator):
         beam_width: int = 100,
     ) -> None:
         if target_number != 2:
-            raise ConfigError(f"target_number={target_number} is not supported (supported: 2).")
+            raise ConfigError(
+                f"target_number={target_number} is not supported (supported: 2). Set "
+                "target_number=2."
+            )
         super().__init__(model, tokenizer)
         self.verbalizer = verbalizer
         self.max_length, self.beam_width = max_length, beam_width

@@ -75,7 +75,8 @@ class BaseRunner:
         path = self.checkpoint_path(name)
         if not path.is_file():
             raise CheckpointError(
-                f"{str(path)!r} does not exist. Train first, or choose another checkpoint."
+                f"{str(path)!r} does not exist, so no checkpoint can be loaded. Train first, or "
+                "choose another checkpoint."
             )
         self.model.load_state_dict(torch.load(path, weights_only=True, map_location="cpu"))
 

@@ -203,7 +203,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
         options.pop("init_using_split", None)
         super().__init__(tokenizer, **options)
         if self.num_classes is None:
-            raise ConfigError("AutomaticVerbalizer needs num_classes= or classes=.")
+            raise ConfigError(
+                "the number of classes of AutomaticVerbalizer is not set. Pass num_classes= or "
+                "classes=."
+            )
         self.core = prompt.AutomaticVerbalizer(
             self.num_classes, wrap_tokenizer(tokenizer), num_candidates=num_candidates,
             words_per_class=label_word_num_per_class, score=score_fct, balance=balance,
@@ -223,7 +226,10 @@ class AutomaticVerbalizer(ManualVerbalizer):
     def optimize_to_initialize(self) -> None:
         """Choose the label words from the stored logits."""
         if not self._seen:
-            raise ConfigError("no logits are stored. Call register_buffer(logits, labels).")
+            raise ConfigError(
+                "no logits are stored, so no label words can be chosen. Call "
+                "register_buffer(logits, labels) first."
+            )
         logits, labels = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         self.core.fit_(logits, labels)
         self._seen = []

@@ -78,7 +78,10 @@ def write_answers(
     """
     out = Path(directory)
     if out.exists():
-        raise CheckpointError(f"{str(out)!r} already exists. Choose another directory.")
+        raise CheckpointError(
+            f"{str(out)!r} already exists, and stored predictions are not overwritten. Choose "
+            "another directory."
+        )
     head = find_head(teacher, "teacher")
     size = _check_teacher(teacher, count, temperature)
     partial = out.with_name(partial_name(out.name))
@@ -118,8 +121,8 @@ def _check_teacher(teacher: nn.Module, count: int, temperature: float) -> int:
         )
     if not 1 <= count <= size or not temperature > 0:
         raise ConfigError(
-            f"count={count} must be from 1 to {size}, and temperature={temperature} must be above "
-            "0."
+            f"count={count} must be from 1 to the vocabulary size {size}, and "
+            f"temperature={temperature} must be above 0."
         )
     return size
 

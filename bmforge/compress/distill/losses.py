@@ -82,9 +82,9 @@ def compare_values(student: AttentionInput, teacher: AttentionInput, channels: i
     student_values, teacher_values = _join_heads(student.value), _join_heads(teacher.value)
     if student_values.shape != teacher_values.shape:
         raise ShapeError(
-            f"the values of the student have the shape {tuple(student_values.shape)}, but those of "
-            f"the teacher have the shape {tuple(teacher_values.shape)}. For different sizes use "
-            'kind="relation".'
+            f"the attention values of the student have the shape {tuple(student_values.shape)}, "
+            f"but those of the teacher have the shape {tuple(teacher_values.shape)}. For "
+            'different sizes use kind="relation".'
         )
     wide = accumulation_dtype(student_values.dtype)
     return (student_values.to(wide) - teacher_values.to(wide)).square().sum(-1) / channels

@@ -66,7 +66,8 @@ def choose_plan(
     if hidden_size and hidden_size != model.config.hidden_size:
         if not 0 < hidden_size < model.config.hidden_size:
             raise ConfigError(
-                f"hidden_size={hidden_size} must be below the model's {model.config.hidden_size}."
+                f"hidden_size={hidden_size} must be below {model.config.hidden_size}, the "
+                "hidden size of the model."
             )
         hidden = _best(scores["", "hidden"], hidden_size)
     return PruningPlan({n: k for n, k in layers.items() if k != KeptIndices()}, tuple(lost), hidden)
@@ -196,7 +197,9 @@ def _keep_heads(
         ("num_kv_heads", spec.num_kv_heads, groups),
     ):
         if have > most:
-            raise ConfigError(f"{what}={have} is more than the layer's {what}={most}. Use fewer.")
+            raise ConfigError(
+                f"{what}={have} is more than the layer's {what}={most}. Use at most {most}."
+            )
     if (heads, groups) != (spec.num_heads, spec.num_kv_heads):
         for key, part in (("heads", "attn"), ("cross_heads", "cross_attn")):
             own = getattr(block.spec, part)
@@ -207,7 +210,8 @@ def _keep_heads(
         return parts
     if width > spec.head_dim:
         raise ConfigError(
-            f"head_dim={width} is more than the layer's head_dim={spec.head_dim}. Use less."
+            f"head_dim={width} is more than the layer's head_dim={spec.head_dim}. Use at most "
+            f"{spec.head_dim}."
         )
     chosen = parts.get("heads") or parts.get("cross_heads") or range(spec.num_heads)
     groups_kept = list(dict.fromkeys(head // heads_per_group(spec) for head in chosen))
@@ -259,8 +263,8 @@ def _keep_features(
             )
         if count > spec.num_experts:
             raise ConfigError(
-                f"num_experts={count} is more than the layer's num_experts={spec.num_experts}. Use "
-                "fewer."
+                f"num_experts={count} is more than the layer's num_experts={spec.num_experts}. "
+                f"Use at most {spec.num_experts}."
             )
         if count < spec.num_experts:
             parts["experts"] = _best(scores[name, "experts"], count)

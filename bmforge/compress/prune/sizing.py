@@ -239,7 +239,8 @@ def _options_to(have: LayerSizes, want: LayerSizes) -> dict[str, Any]:
     }
     if (have.resized(Sizes(**options)) if options else have) != want:
         raise ConfigError(
-            f"a layer of the sizes {have} cannot be resized to {want}. Use other sizes."
+            f"a layer with the sizes {have} cannot be resized to {want}. Use sizes that are not "
+            "larger than those of the layer."
         )
     return options
 

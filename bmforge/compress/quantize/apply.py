@@ -81,7 +81,7 @@ def _config_of(
         clash = [name for name in options if getattr(spec, name) != options[name]]
         if clash:
             raise ConfigError(
-                f"{clash[0]} is set both in the config and as an argument. Set it only once."
+                f"{clash[0]} is set both in the config and as an argument. Remove one of the two."
             )
         return spec
     if isinstance(spec, QuantSpec):

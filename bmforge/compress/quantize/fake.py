@@ -58,7 +58,7 @@ class FakeQuantize(MethodBase):
     ) -> None:
         if config.training != "none" and config.is_auto and specs is None:
             raise ConfigError(
-                'training with scheme="auto" needs the schemes of the layers. Pass '
+                'training with scheme="auto" needs one scheme for each layer. Pass '
                 "specs=choose_specs(...)."
             )
         self.config, self.batches, self.specs = config, batches, specs

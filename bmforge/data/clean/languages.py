@@ -227,8 +227,8 @@ class CutParagraphs:
         """Raise `ConfigError` if no language is given."""
         if not self.languages:
             raise ConfigError(
-                "by_paragraph=True does not support languages='any'. Set languages to the codes of "
-                "the languages to keep."
+                "by_paragraph=True does not support languages='any'. Set languages to the "
+                "codes of the languages that you want in the corpus."
             )
 
     @property

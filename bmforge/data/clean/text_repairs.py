@@ -42,7 +42,10 @@ class TidyText:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown script."""
         if self.chinese not in ("", "Hans", "Hant"):
-            raise ConfigError(f"chinese={self.chinese!r} must be 'Hans', 'Hant' or ''.")
+            raise ConfigError(
+                f"chinese={self.chinese!r} must be 'Hans' (simplified), 'Hant' (traditional) or "
+                "'' (no conversion)."
+            )
 
     @property
     def version(self) -> str:

@@ -132,7 +132,10 @@ def fetch(
             body = _read(answer, most_bytes)
     except (OSError, http.client.HTTPException, ValueError) as error:
         watch.check(url)
-        raise FetchError(f"{url} cannot be fetched ({type(error).__name__}: {error}).") from error
+        raise FetchError(
+            f"{url} cannot be fetched ({type(error).__name__}: {error}). Check the address, and "
+            "the network."
+        ) from error
     finally:
         connection.close()
     watch.check(url)

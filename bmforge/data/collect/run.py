@@ -303,7 +303,8 @@ class _Collection:
         assert response is not None
         if response.status >= 500 or 300 <= response.status < 400 or response.status in _LATER:
             raise FetchError(
-                f"robots.txt has status {response.status}, so no page of the host is fetched."
+                "the server answered the request for robots.txt with the status "
+                f"{response.status}, so no page of the host is fetched."
             )
         text = response.body[:MOST_BYTES].decode("utf-8", "replace")
         return parse_robots(text if response.status == 200 else "", AGENT)

@@ -43,7 +43,7 @@ class Prefetcher(Generic[T]):
                 return item
         if self._error is not None:
             raise self._error
-        raise RuntimeError("take() was called after stop().")
+        raise RuntimeError("take() was called after stop(). Create a new prefetcher.")
 
     def stop(self) -> None:
         """Stop the thread and discard its items; may be called more than once."""

@@ -90,7 +90,7 @@ def read_zip_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most_byte
     raw = unpacker.decompress(packed, most_bytes)
     is_whole = most_bytes == member.file_size
     if len(raw) < most_bytes or (is_whole and zlib.crc32(raw) != member.CRC):
-        raise zipfile.BadZipFile(f"the compressed data of {member.filename!r} are damaged")
+        raise zipfile.BadZipFile(f"the compressed data of {member.filename!r} is damaged")
     return raw
 
 
@@ -167,7 +167,14 @@ def _open(read: Callable[[], bytes], inside: Where) -> BinaryIO | Record:
     try:
         raw = read()
     except UNREADABLE as error:
-        return fail(inside.whole(), 0, DataError(f"{inside} cannot be read ({error})."))
+        return fail(
+            inside.whole(),
+            0,
+            DataError(
+                f"{inside} cannot be read ({error}). Download the archive again, or remove it from "
+                "the input."
+            ),
+        )
     if len(raw) > inside.budget_bytes:
         return drop_member(inside, "archive_size", len(raw), inside.budget_bytes, len(raw))
     return io.BufferedReader(io.BytesIO(raw))  # type: ignore[arg-type]

@@ -124,7 +124,9 @@ def _read_exchanges(turns: Sequence[Any], location: str) -> list[Message]:
         roles = zip(("system", "user", "assistant"), ("system", *names), strict=True)
         for role, name in roles:
             if not isinstance(turn.get(name, ""), str):
-                raise DataError(f"{location}: {name}={turn[name]!r:.60} must be a text.")
+                raise DataError(
+                    f"{location}: {name}={turn[name]!r:.60} must be a string. Correct the record."
+                )
             if turn.get(name) or role == "assistant":
                 messages.append({"role": role, "content": turn[name]})
     return messages

@@ -205,7 +205,10 @@ def _read_members(
         except BmforgeError:
             raise
         except Exception as error:  # a parser may stumble over a damaged member in any way
-            failure = DataError(f"{member_where} cannot be read ({type(error).__name__}: {error}).")
+            failure = DataError(
+                f"{member_where} cannot be read ({type(error).__name__}: {error}). Remove the "
+                "file from the input."
+            )
             yield fail(member_where.whole(), size_bytes, failure)
 
 

@@ -142,8 +142,8 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
             lines += 1
             location = f"{where}:{number}"
             error = DataError(
-                f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes. Split or remove "
-                "it."
+                f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes. Split the "
+                "record, or remove the line."
             )
             yield fail(where.place(number), len(raw), error)
         elif raw.strip():
@@ -179,7 +179,7 @@ def _parse_line(raw: bytes, where: Where, number: int, options: ReadOptions) -> 
         record: Any = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(
-            f"{location}: the line is not JSON ({error}). Correct or remove it."
+            f"{location}: the line is not JSON ({error}). Correct or remove the line."
         ) from error
     text = find_text(record, options.text_field, location)
     metadata = read_metadata(record)
@@ -224,7 +224,7 @@ def find_text(record: Any, field: str, location: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{location}: the text is not valid Unicode ({error}). Correct or remove it."
+            f"{location}: the text is not valid Unicode ({error}). Correct or remove the line."
         ) from error
     return text
 

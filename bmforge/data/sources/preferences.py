@@ -228,7 +228,9 @@ def _read_margin(values: Mapping[str, Any], location: str) -> float | None:
     margin = values.get("margin")
     numbers = [n for n in (chosen, rejected, margin) if n is not None]
     if not all(_is_number(n) for n in numbers):
-        raise DataError(f"{location}: the margin and the scores must be finite numbers.")
+        raise DataError(
+            f"{location}: the margin and the scores must be finite numbers. Correct the record."
+        )
     if margin is not None:
         return float(margin)
     return None if chosen is None or rejected is None else float(chosen) - float(rejected)
@@ -245,7 +247,8 @@ def _read_rated(values: Mapping[str, Any], location: str, shared: Any) -> Prefer
         )
     if min(scores) == max(scores):
         raise DataError(
-            f"{location}: all 'scores' are {scores[0]}, so no answer is preferred. Remove it."
+            f"{location}: all 'scores' are {scores[0]}, so no answer is preferred. Remove this "
+            "record."
         )
     order = sorted(range(len(scores)), key=lambda number: scores[number])
     pair = {"chosen": answers[order[-1]], "rejected": answers[order[0]]}
@@ -259,7 +262,7 @@ def _read_marked(
     """Build an example from an answer that is labeled good (true) or bad (false)."""
     label = values[mark]
     if not isinstance(label, bool) and label not in (0, 1):
-        raise DataError(f"{location}: {mark}={label!r} must be true or false.")
+        raise DataError(f"{location}: {mark}={label!r} must be true or false. Correct the record.")
     answer: Any = values.get("completion", values.get("output"))
     prompt = _read_prompt(values, location)
     if answer is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":

@@ -140,7 +140,7 @@ def find_saved_dataset(folder: Path) -> list[Path] | None:
     saved = read_json(state)
     if saved.get("_indices_data_files"):
         raise DataError(
-            f"{str(folder)!r} is a selection of the rows of its files. Save it again after "
-            "dataset.flatten_indices()."
+            f"{str(folder)!r} is a dataset with an indices mapping, which is not supported. "
+            "Call dataset.flatten_indices(), and save the dataset again."
         )
     return [folder / entry["filename"] for entry in saved.get("_data_files", [])]

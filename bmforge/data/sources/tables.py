@@ -63,7 +63,8 @@ def _read_rows(
     _, names = next(rows, (0, []))
     if isinstance(names, Record) or not names:
         raise DataError(
-            f"file {str(where)!r} has no row of column names. Remove it from the input."
+            f"file {str(where)!r} has no header row with the names of the columns. Remove it "
+            "from the input."
         )
     if is_raw:
         names = [_decode_field(name, f"{where}:1", options).text for name in names]
@@ -111,7 +112,8 @@ def _split_rows(
         except csv.Error as error:
             if len("".join(taken)) > _LONGEST_FIELD:
                 raise DataError(
-                    f"{where}:{first} is not a valid table row ({error}). Correct or remove it."
+                    f"{where}:{first} is not a valid table row ({error}). Correct or remove the "
+                    "row."
                 ) from error
         if num_tabs is None:
             num_tabs = len(row or ()) - 1
@@ -126,7 +128,8 @@ def _split_rows(
         elif row is None:
             failure = DataError(
                 f"{where}:{first}: a quotation mark is not closed, so that lines {first} to "
-                f"{reader.line_num} cannot be separated into rows. Close it, or remove it."
+                f"{reader.line_num} cannot be separated into rows. Add or remove a quotation "
+                "mark."
             )
             size = len("".join(taken).encode("utf-8", "surrogateescape"))
             yield reader.line_num, fail(where.place(first), size, failure)

@@ -53,7 +53,9 @@ def walk_xml(
     try:
         parser.Parse(raw, True)
     except (expat.ExpatError, ValueError) as error:
-        raise DataError(f"the XML is not well-formed ({error}).") from error
+        raise DataError(
+            f"the XML is not well-formed ({error}). Correct the file, or remove it from the input."
+        ) from error
 
 
 class TextRules:

@@ -102,18 +102,21 @@ def _parse(text: str) -> Condition:
     condition = Condition(*match.groups())
     if condition.column in NAMED and condition.sign not in ("=", "!="):
         raise ConfigError(
-            f"where={text!r} is not supported. {condition.column} supports only = and !=."
+            f"where={text!r} is not supported (allowed for {condition.column}: = and !=). Use "
+            "one of these operators."
         )
     if condition.column == "date" and not _DATE_FORM.fullmatch(condition.value):
         raise ConfigError(
-            f"the date in where={text!r} must be written as 2024, 2024-05 or 2024-05-01."
+            f"the date in where={text!r} is not valid (allowed: the forms 2024, 2024-05 and "
+            "2024-05-01). Correct the date."
         )
     if condition.column == "quality":
         try:
             float(condition.value)
         except ValueError:
             raise ConfigError(
-                f"the quality in where={text!r} must be compared with a number."
+                f"the quality in where={text!r} must be compared with a number, such as "
+                "quality>=0.5."
             ) from None
     return condition
 

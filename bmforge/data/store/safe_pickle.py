@@ -271,8 +271,9 @@ class _GetRow(_Name):
     def __call__(self, owner: Any, name: Any) -> _FileRow:
         if type(owner) is not _FileInfo or name != "_load_from_state":
             raise DataError(
-                f"the pickle reads the attribute {name!r:.80} of an object, which a list of data "
-                "files does not need. Download the file again."
+                f"the pickle accesses the attribute {name!r:.80} of an object, which is "
+                "refused, because a list of data files does not need attributes. Download the "
+                "file again."
             )
         return _FileRow()
 

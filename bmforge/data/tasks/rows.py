@@ -115,7 +115,8 @@ def continue_prompt(
         if room < 1 or not (head or prompt_ids):
             raise DataError(
                 f"the answer {option[:40]!r} of {len(answer)} tokens and its prompt of "
-                f"{len(prompt_ids)} do not fit into data.seq_len={longest}. Increase data.seq_len."
+                f"{len(prompt_ids)} tokens do not fit into data.seq_len={longest}. Increase "
+                "data.seq_len."
             )
         pairs.append(Pair([*head, *prompt_ids[-room:]], answer))
     return pairs

@@ -90,7 +90,9 @@ class TaskRecord:
 
     def __init__(self, place: str, values: Any) -> None:
         if not isinstance(values, dict):
-            raise DataError(f"{place}: {values!r:.60} is not a JSON object. Correct or remove it.")
+            raise DataError(
+                f"{place}: {values!r:.60} is not a JSON object. Correct or remove the line."
+            )
         self.place = place
         self.values: dict[str, Any] = values
 

@@ -276,7 +276,8 @@ def write_shards(
         raise CheckpointError(f"degree={degree} must be at least 1.")
     if holds_shards(directory):
         raise CheckpointError(
-            f"{str(directory)!r} already contains shards. Choose another directory."
+            f"{str(directory)!r} already contains Megatron shards, which are not overwritten. "
+            "Choose another directory."
         )
     for name, shape in shapes.items():
         split_tensor(name, torch.empty(shape, device="meta"), 0, degree)

@@ -234,7 +234,7 @@ def _tell_seq2seq(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> str:
         return _VOCABULARIES[vocab_size]
     raise ConfigError(
         "the tensor names match both T5 1.1 and CPM-2, and neither has the vocabulary size "
-        f"{vocab_size}. Pass the family: T5 or CPM2 (--family of bmforge convert)."
+        f"{vocab_size}. Pass the family, T5 or CPM2 (--family of bmforge convert)."
     )
 
 

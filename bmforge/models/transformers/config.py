@@ -197,8 +197,9 @@ class TransformersConfig(ModelConfig):
         (raw[nested[0]] if nested else raw)["vocab_size"] = size
         if _read_sizes(config_from_json(raw))["vocab_size"] != size:
             raise ConfigError(
-                f"the config of model_type={self.model_type!r} has no vocab_size, so its "
-                "vocabulary cannot be resized."
+                f"the config of model_type={self.model_type!r} has no vocab_size, so the "
+                "vocabulary of this model cannot be resized. Use a tokenizer without new "
+                "tokens."
             )
         return self.replace(vocab_size=size, source=json.dumps(raw))
 

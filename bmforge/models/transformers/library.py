@@ -109,7 +109,8 @@ def config_from_json(raw: dict[str, Any]) -> Any:
         return chosen.from_dict(chosen._decode_special_floats(copy.deepcopy(raw)))
     except (TypeError, ValueError, KeyError, AttributeError, strict_error()) as error:
         raise ConfigError(
-            f"transformers rejects the config of model_type={kind!r} ({error}). Correct it."
+            f"transformers rejects the config of model_type={kind!r} ({error}). Correct "
+            "config.json."
         ) from error
 
 

@@ -203,8 +203,8 @@ class _LayoutEstimator:
             near = batch // replicas * replicas
             nearest = " or ".join(str(n) for n in (near, near + replicas) if n)
             raise ConfigError(
-                f"a batch of {batch} sequences does not divide evenly among {replicas} "
-                f"data-parallel processes (nearest: {nearest})."
+                f"a batch of {batch} sequences cannot be divided evenly among {replicas} "
+                f"data-parallel processes. Use a batch of {nearest} sequences."
             )
         return batch // replicas
 

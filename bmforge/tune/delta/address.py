@@ -168,10 +168,7 @@ def fits(name: str, pattern: str) -> bool:
     try:
         match = re.search(pattern.removeprefix(_REGEX), name)
     except re.error as error:
-        raise ConfigError(
-            f"target {pattern!r} is not a valid regular expression ({error}). Correct the "
-            "expression after [r]."
-        ) from error
+        raise ConfigError(f"target {pattern!r} is not a valid regex ({error}).") from error
     if match is None or match.end() != len(name):
         return False
     return match.start() == 0 or name[match.start() - 1] == "."
@@ -284,10 +281,7 @@ def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parame
             owners = tuple(f"{name}." for name in find_places(model, [target]))
             matched = {n: p for n, p in named.items() if n.startswith(owners)}
         if not matched:
-            raise ConfigError(
-                f"target {target!r} matches only modules without parameters. Choose modules "
-                "with parameters."
-            )
+            raise ConfigError(f"target {target!r} matches no parameters. Choose other modules.")
         parameters |= matched
     return parameters
 

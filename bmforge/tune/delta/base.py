@@ -290,9 +290,7 @@ class AttachedDelta:
         `attach` adds the modules again. On a parallelized model they stay attached with weight 0.
         """
         if not self.is_attached():
-            raise ConfigError(
-                f"adapter {self.name!r} is already detached. Call detach() only once."
-            )
+            raise ConfigError(f"adapter {self.name!r} is already detached.")
         self._refuse_merged("detach")
         if is_parallelized(self.model):
             self.weigh_(0.0)
@@ -312,20 +310,14 @@ class AttachedDelta:
             self.weigh_(1.0)
             return self
         if self.is_attached():
-            raise ConfigError(
-                f"adapter {self.name!r} is already attached. Call detach() before attaching it "
-                "again."
-            )
+            raise ConfigError(f"adapter {self.name!r} is already attached.")
         taken = [
             entry.owner
             for entry in self.held
             if getattr(self.model.get_submodule(entry.owner), entry.slot, None) is not None
         ]
         if taken:
-            raise ConfigError(
-                f"module {taken[0]} already has another adapter named {self.name!r}. Detach the "
-                "other adapter first."
-            )
+            raise ConfigError(f"{taken[0]} has another adapter {self.name!r}. Detach it first.")
         for owner, slot, part in self.held:
             module = self.model.get_submodule(owner)
             if isinstance(part, AdapterModule):

@@ -117,10 +117,7 @@ def unmerge_(model: nn.Module, deltas: Sequence[AttachedDelta]) -> None:
     """Undo `merge_` for some of the merged adapters."""
     for delta in deltas:
         if not delta.merged:
-            raise ConfigError(
-                f"adapter {delta.name!r} is not merged, so it cannot be unmerged. Call merge() "
-                "first."
-            )
+            raise ConfigError(f"adapter {delta.name!r} is not merged, so it cannot be unmerged.")
     if is_parallelized(model):
         raise ConfigError("a parallelized model cannot be unmerged. Load the base model again.")
     base = base_weights_of(model)

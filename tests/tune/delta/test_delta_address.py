@@ -146,7 +146,7 @@ def test_words_globs_and_exclusions() -> None:
     ("targets", "said"),
     [
         (["attn.q_porj"], "matches no module of this GPT2. Did you mean 'attn.q_proj'"),
-        (["[r](", "attn"], "not a valid regular expression"),
+        (["[r](", "attn"], "not a valid regex"),
         (["layers.7.**"], "matches no module"),
     ],
 )

@@ -128,7 +128,10 @@ class OptimManager:
                 self._update_scale(overflow=True)
             if config["rank"] == 0:
                 get_logger().warning(
-                    "Gradient overflow, step skipped; loss scale %g -> %g", before, self.loss_scale
+                    "a gradient is infinite or NaN, so the step is skipped and the loss scale "
+                    "is reduced from %g to %g",
+                    before,
+                    self.loss_scale,
                 )
             self.zero_grad()
             return
@@ -170,8 +173,8 @@ class OptimManager:
         states = state_dict["optimizers"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"the state has {len(states)} optimizers, but {len(self.optimizers)} were added. "
-                "Add the same optimizers as when it was saved."
+                f"the state was saved for {len(states)} optimizers, but {len(self.optimizers)} "
+                "were added. Add the optimizers with which the state was saved."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if isinstance(optimizer, AdamOptimizer):
@@ -301,7 +304,7 @@ def optim_step(optim: torch.optim.Optimizer, lr_scheduler: WarmupLRScheduler | N
         if is_ours:
             optim.justify_scale(max(1.0, optim.scale / factor))
         if config["rank"] == 0:
-            get_logger().warning("Gradient overflow, step skipped")
+            get_logger().warning("a gradient is infinite or NaN, so the step is skipped")
         optim.zero_grad()
         return
     if is_ours:

@@ -128,7 +128,7 @@ class PromptRows(TaskRows):
         if len(ids) > self.lengths[name]:
             raise DataError(
                 f"example {example.idx} has {len(ids)} tokens, more than "
-                f"{name}={self.lengths[name]}. Use a larger value."
+                f"{name}={self.lengths[name]}. Increase {name}, or shorten the example."
             )
         return ids
 

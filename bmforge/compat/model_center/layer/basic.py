@@ -35,7 +35,7 @@ def _constant(size: int, dtype: torch.dtype | None, value: float) -> Any:
 
 def _refuse_int8(int8: bool) -> None:
     if int8:
-        raise ConfigError("int8=True has no effect, as in ModelCenter. Leave int8 out.")
+        raise ConfigError("int8=True has no effect, as it had none in ModelCenter. Leave int8 out.")
 
 
 class Linear(DistributedModule):
@@ -244,7 +244,9 @@ class PatchEmbedding(DistributedModule):
     ) -> None:
         super().__init__()
         if not flatten:
-            raise ConfigError("flatten=False is not supported. Use Conv2d for images.")
+            raise ConfigError(
+                "flatten=False is not supported (supported: True). Use Conv2d for images."
+            )
         count = (img_size // patch_size) ** 2
         self.proj = Conv2d(in_chans, embed_dim, patch_size, patch_size, dtype=dtype)
         self.cls_token = normal_parameter((1, 1, embed_dim), dtype, 0.0, 0.02)

@@ -188,7 +188,8 @@ class CPM1(_OldCall):
         options.pop("token_type_ids", None)
         if options.pop("position_ids", None) is not None:
             raise ConfigError(
-                "position_ids is not supported: CPM1 computes positions itself. Leave it out."
+                "position_ids is not supported: CPM1 computes positions itself. Leave "
+                "position_ids out."
             )
         if input is not None:
             options["return_logits"] = True

@@ -59,7 +59,10 @@ def load_dataset(config: Any, return_class: bool = True, test: bool = False) -> 
             )
             splits.append(None)
     if not any(split is not None for split in splits):
-        raise DataError(f"{folder!r} has no split of the dataset {name}. Use the dataset's folder.")
+        raise DataError(
+            f"{folder!r} contains no file of the dataset {name}. Pass the folder with the files "
+            "of the dataset."
+        )
     return (*splits, processor) if return_class else tuple(splits)
 
 
@@ -98,8 +101,8 @@ class FewShotSampler:
         if any(b not in (None, a) for a, b in zip(first, second, strict=True)):
             raise ConfigError(
                 "the numbers of training and validation examples differ (allowed: the same "
-                "number of both). Leave num_examples_per_label_dev and "
-                "num_examples_total_dev out."
+                "number for both). Leave num_examples_per_label_dev and num_examples_total_dev "
+                "out."
             )
         self.total, self.per_label = num_examples_total or 0, num_examples_per_label or 0
         self.also_sample_dev = also_sample_dev

@@ -125,7 +125,9 @@ class FileProcessor(DataProcessor):
         """
         path = Path(data_dir) / self.FILE.format(split=self.SPLITS.get(split, split))
         if not path.exists():
-            raise FileNotFoundError(f"{str(path)!r} does not exist. Use the dataset's folder.")
+            raise FileNotFoundError(
+                f"{str(path)!r} does not exist. Pass the folder with the files of the dataset."
+            )
         indices = {} if self._labels is None else self.label_mapping
         examples = []
         for number, values in enumerate(type(self).READ(path, split)):

@@ -39,7 +39,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def _cells_error(path: Path, number: int, cells: Sequence[str], num_cells: int) -> DataError:
-    return DataError(f"{str(path)!r}, line {number} has {len(cells)} cells (needed: {num_cells}).")
+    return DataError(
+        f"{str(path)!r}, line {number} has {len(cells)} cells (needed: {num_cells}). Correct or "
+        "remove the line."
+    )
 
 
 def _csv_rows(labels: Sequence[str], fields: int) -> Reader:
@@ -81,7 +84,7 @@ def _labeled_lines(labels: Sequence[str], titled: bool = False) -> Reader:
         if len(classes) != len(lines):
             raise DataError(
                 f"{str(path)!r} has {len(lines)} lines, but {len(classes)} labels (needed: one "
-                "label per line)."
+                "label per line). Download the dataset again."
             )
         for line, number in zip(lines, classes, strict=True):
             title, _, text = line.strip().partition(". ")
