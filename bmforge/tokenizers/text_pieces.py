@@ -66,10 +66,10 @@ def cut_text(text: str, separators: str, size: int = PIECE_CHARACTERS) -> Iterat
     begin = 0
     if separators and len(text) > size:
         # Letters and digits (without "_") on both sides of a separator.
-        place = re.compile(rf"[^\W_](?=[{re.escape(separators)}][^\W_])")
-        while match := place.search(text, begin + size):
+        last_letter = re.compile(rf"[^\W_](?=[{re.escape(separators)}][^\W_])")
+        while match := last_letter.search(text, begin + size):
             while match and not _is_old_letter(match[0]):
-                match = place.search(text, match.end())
+                match = last_letter.search(text, match.end())
             if match is None:
                 break
             yield text[begin : match.end()]

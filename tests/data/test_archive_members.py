@@ -285,6 +285,42 @@ def test_prepare_counts_every_member_of_a_mixed_folder(tmp_path: Path, seed: int
     assert report.funnel.read.documents == count + 2
 
 
+# Whole files without an entry; previously, they were neither read nor named.
+NO_ENTRIES: dict[str, bytes] = {
+    "a.csv": b"text,id\n",
+    "b.parquet": parquet([]),
+    "c.warc": b"",
+    "d.warc.gz": gzip.compress(b""),
+    "e.zip": zip_of({}),
+    "f.tar": tar_of({}),
+    "g.tar.gz": gzip.compress(tar_of({})),
+    "h.arc": b"",
+    "i.zip": zip_of({"folder/": b""}),
+}
+
+
+def test_files_without_entries_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, raw in NO_ENTRIES.items():
+        (folder / name).write_bytes(raw)
+    (folder / "j.zip").write_bytes(zip_of(NO_ENTRIES))
+    (folder / "sound.txt").write_text("a sound text")
+    report = check_shards(folder, tmp_path / "out")
+    assert report.funnel is not None
+    assert report.funnel.dropped["no_entries"].documents == 2 * len(NO_ENTRIES)
+    assert report.funnel.read.documents == 2 * len(NO_ENTRIES) + 1
+
+
+def test_a_page_of_frames_is_dropped_without_an_internal_error(tmp_path: Path) -> None:
+    page = "<html><frameset><frame src=b.html><noframes><p>text</p></noframes></frameset></html>"
+    (tmp_path / "a.html").write_text(page)
+    (record,) = read_records(tmp_path / "a.html", ReadOptions())
+    parsed = parse_record(record)
+    assert isinstance(parsed, Drop)
+    assert parsed.rule == "no_main_text"
+
+
 def test_three_levels_of_tar_gz_are_read(tmp_path: Path) -> None:
     raw = SENTENCE.format(1).encode()
     name = "a.txt"

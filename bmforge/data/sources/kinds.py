@@ -145,6 +145,17 @@ def read_stream(
     Raises:
         DataError: the stream cannot be read, or only up to some point.
     """
+    is_empty = True
+    for record in _read_any(stream, name, where, options, depth):
+        is_empty = False
+        yield record
+    if is_empty and where.end < 0:  # a range of a file may have no entry, but no file vanishes
+        yield drop_member(where, "no_entries", 0, 1, 0)
+
+
+def _read_any(
+    stream: BinaryIO, name: str, where: Where, options: ReadOptions, depth: int
+) -> Iterator[Record]:
     head = _peek(stream, _HEAD_BYTES)
     packing = packing_of(head, name)
     kind = kind_of(head, name)

@@ -168,7 +168,7 @@ def _visible_lines(page: str) -> tuple[list[_Line], float]:
 
 
 def _body_text(tree: Any) -> str:
-    return "" if tree.body is None else tree.body.text
+    return "" if tree.body is None else tree.body.text or ""  # a frameset has no text
 
 
 def _mark_link(tag: re.Match[str]) -> str:
