@@ -107,11 +107,15 @@ def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[Bi
         with temporary.open("wb") as file:
             yield file
             file.flush()
+            # Before the rename: a file system may store the new name before the data, and a power
+            # failure would then leave an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    # Also on KeyboardInterrupt, which is not an Exception.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # Outside the `try`: the rename has happened, so there is no temporary file to remove.
     sync_directory(path.parent)
 
 

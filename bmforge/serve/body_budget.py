@@ -36,6 +36,7 @@ class BodyBudget:
             size: size of the body in bytes.
         """
         while not self._has_room(client, size):
+            # There is no `await` between the check and `clear`, so no release can be missed.
             self._released.clear()
             await self._released.wait()
         self.reserved_bytes += size
@@ -51,6 +52,7 @@ class BodyBudget:
 
     def _has_room(self, client: str, size: int) -> bool:
         own = self._by_client.get(client, 0)
+        # A first body is exempt from the share, as it may be larger than half of the budget.
         fits_client = own == 0 or own + size <= self._total // 2
         return self.reserved_bytes == 0 or (
             fits_client and self.reserved_bytes + size <= self._total

@@ -226,4 +226,5 @@ class DeadlineProtocol(H11Protocol):
         if self.transport.get_write_buffer_size() < self._unsent:
             self._await_reader()
         else:
+            # `close` would wait until the buffered data is sent, which this client never reads.
             self.transport.abort()

@@ -62,6 +62,7 @@ class LiveRequest:
         self._error: RequestError | None = None
         self._came = asyncio.Event()
         self._when_done: Callable[[], object] | None = None
+        # Read here, because the engine's thread, which calls `_wake`, has no event loop.
         loop = asyncio.get_running_loop()
         for number, handle in enumerate(handles):
             handle.watch(partial(self._wake, loop, number))
@@ -102,6 +103,7 @@ class LiveRequest:
 
     def _check_done(self) -> None:
         if self._when_done is not None and self.done:
+            # Cleared before the call, so that the function runs once.
             call, self._when_done = self._when_done, None
             call()
 
@@ -136,6 +138,7 @@ class LiveRequest:
                     self.is_read = True
                     return
                 continue
+            # All state was checked without an `await` before this line, so no notification is lost.
             self._came.clear()
             try:
                 await asyncio.wait_for(self._came.wait(), interval)

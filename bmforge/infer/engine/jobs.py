@@ -221,6 +221,7 @@ class PackedJobs:
         for source, target in self._scheduler.copies:
             self._step.cache.copy_page(source, target)
             if self._draft is not None:
+                # The draft model's cache uses the same page tables.
                 self._draft.copy_page(source, target)
         owners = {sequence: job for job in self.jobs for sequence in job.sequences}
         jobs = [owners[part.sequence] for part in parts]
@@ -237,6 +238,7 @@ class PackedJobs:
         chosen = _choose_together(jobs, parts, logits)
         for job, part, scores in zip(jobs, parts, logits, strict=True):
             if job in self.jobs:
+                # A job with several sequences may have failed at an earlier one in this loop.
                 self._advance(job, part, scores, chosen)
         for job in dict.fromkeys(jobs):
             job.is_running = True
@@ -283,9 +285,13 @@ class PackedJobs:
                 answer.weights_version = self.weights_version
             token = answer.choose(row, None if part.guessed else chosen.get(answer))
             sequence.tokens.append(0 if token is None else token)
+            # The token after the accepted draft tokens is valid too: its logits depend only on
+            # them.
             is_right = number < len(part.guessed) and token == part.guessed[number]
             if not is_right or answer.finish_reason is not None:
                 break
+        # After the tokens were appended: `finish` derives from their number how many draft tokens
+        # were accepted.
         self._scheduler.finish(part)
         if sequence.lookup is not None and part.guessed:
             sequence.lookup.record_acceptance(len(sequence.tokens), len(part.guessed), number)

@@ -40,6 +40,7 @@ class ModelLock:
         Raises:
             ConfigError: the model is in use.
         """
+        # The engine's thread already holds the lock, which is not reentrant.
         if requests is not None and requests.on_engine_thread:
             yield
             return

@@ -57,6 +57,7 @@ class Pages:
         if self._free:
             page = heapq.heappop(self._free)
         elif self._idle:
+            # The page gets new content, so its key must not find it any longer.
             page, _ = self._idle.popitem(last=False)
             del self._by_key[self._keys.pop(page)]
         else:
@@ -86,6 +87,7 @@ class Pages:
 
     def register(self, page: int, key: bytes) -> None:
         """Register a full page in the prefix cache under the hash `key`, unless one of them is."""
+        # Sequences that run at the same time may compute the same prefix; the first page is kept.
         if key not in self._by_key and page not in self._keys:
             self._by_key[key] = page
             self._keys[page] = key

@@ -24,6 +24,7 @@ class PrefixKeys:
     """
 
     def __init__(self, model: str, salt: str) -> None:
+        # The length separates model and salt, so that no two pairs give the same text.
         begin = f"{len(model)}:{model}{salt}".encode("utf-8", "surrogatepass")
         self._keys = [hashlib.blake2b(begin, digest_size=24).digest()]
 
@@ -39,6 +40,7 @@ class PrefixKeys:
             first = (len(self._keys) - 1) * PAGE_TOKENS
             numbers = array("q", tokens[first : first + PAGE_TOKENS])
             assert len(numbers) == PAGE_TOKENS, "only full pages have keys"
+            # A key includes the key before it, so equal keys mean equal tokens from the start.
             digest = hashlib.blake2b(self._keys[-1] + numbers.tobytes(), digest_size=24)
             self._keys.append(digest.digest())
         return self._keys[page + 1]

@@ -177,6 +177,7 @@ class Scheduler:
         twin = Sequence(order, list(sequence.tokens), sequence.keys.copy(), sequence.longest)
         twin.lookup = None if sequence.lookup is None else sequence.lookup.fork()
         twin.prompt_length, twin.cached = sequence.prompt_length, sequence.cached
+        # A sequence that was preempted has no pages to share; its copy is recomputed too.
         if sequence not in self.running or len(self.running) >= self.max_num_seqs:
             insort(self.waiting, twin)
             return twin
@@ -221,10 +222,13 @@ class Scheduler:
         for is_prompt in (False, True):
             for sequence in list(self.running):
                 left = len(sequence.tokens) - sequence.stored
+                # Planning an older sequence may have preempted this one.
                 if sequence not in self.running or room < 1 or (left > 1) != is_prompt:
                     continue
                 room -= self._plan_one(sequence, room, parts)
         for sequence in list(self.waiting):
+            # Stop at the first sequence that cannot start: shorter ones behind it would take the
+            # pages that it waits for.
             if room < 1 or len(self.running) >= self.max_num_seqs or not self._begin(sequence):
                 break
             room -= self._plan_one(sequence, room, parts)
@@ -233,6 +237,8 @@ class Scheduler:
     def finish(self, part: SequenceChunk) -> None:
         """Record that a chunk has been computed and its next token appended."""
         sequence = part.sequence
+        # The newest token has no keys and values yet. Those of rejected draft tokens lie beyond it
+        # and are overwritten by the next step.
         sequence.stored = min(part.end, len(sequence.tokens) - 1)
         full = self.cut.keeps(sequence) // PAGE_TOKENS
         new_pages = range(sequence.registered, full)
@@ -257,7 +263,9 @@ class Scheduler:
         if sequence.lookup is None or self.cut.unit is not None or not is_written:
             return ()
         guessed = sequence.lookup.propose(sequence.tokens)[: max(0, room)]
+        # Verification always yields one token more than it accepts, hence the - 1.
         guessed = guessed[: sequence.longest - end - 1]
+        # Draft tokens are optional, so they use only available pages and preempt no sequence.
         while pages_of(end + len(guessed)) - len(sequence.pages) > self.pages.available:
             guessed.pop()
         while len(sequence.pages) < pages_of(end + len(guessed)):
@@ -272,6 +280,8 @@ class Scheduler:
         cached = []
         if self.cut.shares and not sequence.scores_prompt:
             cached = find_prefix(self.pages, sequence.keys, sequence.tokens, unit)
+        # `find_prefix` has added references to these pages, so `available` does not count them and
+        # `take` cannot evict them.
         needed = pages_of(len(sequence.tokens) + 1) - len(cached)
         needed = min(needed, pages_of(sequence.longest) - len(cached))
         if needed > self.pages.available:
@@ -290,6 +300,7 @@ class Scheduler:
     def _give_pages(self, sequence: Sequence, end: int, parts: list[SequenceChunk]) -> bool:
         """Allocate pages for a sequence up to token `end`; copy a shared last page."""
         number = sequence.stored // PAGE_TOKENS
+        # Copy on write: forked sequences share the partly filled last page.
         if number < len(sequence.pages) and self.pages.is_shared(sequence.pages[number]):
             page = self._take(sequence, parts)
             if page is None:
@@ -311,6 +322,8 @@ class Scheduler:
         """
         while (page := self.pages.take()) is None:
             last = self.running[-1]
+            # The newest sequence is preempted, never an older one, so the oldest always progresses.
+            # Its chunks must not run: they would write to pages of another sequence.
             parts[:] = [part for part in parts if part.sequence is not last]
             self._preempt(last)
             if last is sequence:
@@ -318,6 +331,7 @@ class Scheduler:
         return page
 
     def _preempt(self, sequence: Sequence) -> None:
+        # The target page of a planned copy is freed here and may get another owner in this plan.
         self._copies.pop(sequence, None)
         self.running.remove(sequence)
         self._release(sequence)

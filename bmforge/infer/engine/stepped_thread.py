@@ -26,6 +26,8 @@ class SteppedThread:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
+        # Two semaphores hand one turn back and forth. Only the thread that has the turn runs, so
+        # the function and its caller need no other locks.
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._is_stopped = self._is_over = False
         self._error: Exception | None = None
@@ -54,6 +56,7 @@ class SteppedThread:
         self._is_stopped = True
         if self._thread.ident is None:
             self._is_over = True
+        # A loop, because `finally` blocks of the function may call `pause` again.
         while not self._is_over:
             self._turn.release()
             self._back.acquire()
@@ -79,5 +82,6 @@ class SteppedThread:
         except Exception as error:
             self._error = error
         finally:
+            # Set before the release: the caller reads it as soon as it has the turn.
             self._is_over = True
             self._back.release()

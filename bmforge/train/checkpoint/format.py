@@ -122,6 +122,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """Write `data` to `path` and return once it is synced to disk."""
     with open(path, "wb") as file:
         file.write(data)
+        # fsync covers only data that the kernel has; `flush` passes Python's buffer to it.
         file.flush()
         os.fsync(file.fileno())
 
@@ -175,6 +176,8 @@ def write_shard(
                 digest.update(block)
                 written += len(block)
                 if not half_done and 2 * written >= payload_bytes:
+                    # The flush lets a process that is killed here leave half of a file, not an
+                    # empty one.
                     half_done = True
                     file.flush()
                     fault("shard-half")
@@ -198,6 +201,7 @@ def _shard_header(names: list[str], tensors: Mapping[str, Source]) -> tuple[byte
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Padding aligns the payload, which begins after the header, to 8 bytes for readers that map it.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
@@ -215,6 +219,8 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         expected = (path / MANIFEST_HASH_NAME).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error}.") from error
+    # Checked before parsing, so that a truncated manifest is reported as damage, which lets loading
+    # fall back to an older checkpoint.
     if hash_line(content) != expected:
         raise DamagedCheckpointError(
             f"checkpoint {path} is damaged: {MANIFEST_NAME} does not match its hash in "
@@ -245,6 +251,7 @@ def find_damage(
         part: index of the first file to check; every `parts`-th file from there on is checked.
         parts: number of processes that check the files together.
     """
+    # Sorted, so that all processes divide the files in the same way and each file is hashed once.
     names = sorted(manifest["files"])[part::parts]
     damage = (describe_damage(Path(path), name, manifest["files"][name]) for name in names)
     return [problem for problem in damage if problem is not None]
@@ -264,6 +271,7 @@ def describe_damage(path: Path, name: str, record: dict[str, Any]) -> str | None
             f"run. Copy the directory {FROZEN_NAME!r} next to the checkpoint"
         )
     try:
+        # The size is compared first: it finds truncated files without reading them.
         size = os.path.getsize(where)
         if size != record["bytes"]:
             return f"{name} has {size} bytes instead of {record['bytes']}"

@@ -22,6 +22,8 @@ class Peers:
         joined = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if joined else 0
         self.world_size: int = dist.get_world_size() if joined else 1
+        # gloo works on host memory: collectives of a background save are not queued on the device
+        # between those of the training step.
         self._group: Any = new_group(backend="gloo") if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
@@ -42,6 +44,7 @@ class Peers:
 
     def close(self) -> None:
         """Destroy the process group, unless the default group has already been destroyed."""
+        # A save that runs in a thread may finish after the run has left `torch.distributed`.
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -84,6 +84,8 @@ class ChunkReader:
         """Return the region `box` of the saved tensor `name`, on the host, in the saved dtype."""
         record = self._tensors[name]
         result = torch.empty(box.lengths, dtype=getattr(torch, record["dtype"]))
+        # Chunks do not overlap, as `publish` checks that their sizes add up to the tensor's, so
+        # counting the copied elements is enough to find gaps.
         missing = box.numel
         for chunk in record["chunks"]:
             source = Box(tuple(chunk["offsets"]), tuple(chunk["lengths"]))
@@ -140,6 +142,7 @@ def check_fit(
         CheckpointError: tensors are missing or unexpected, or have a different shape or dtype; the
             message lists them.
     """
+    # Gather before raising: a process that raised alone would leave the others waiting.
     fits: list[_Fit | str] = peers.gather(_compare(manifest, model, optimizers, strict))
     failures = [fit for fit in fits if isinstance(fit, str)]
     if failures:
@@ -149,6 +152,7 @@ def check_fit(
     other = find_other_base(manifest, model, peers)
     problems += [] if other is None else [_Problem(other)]
     saved = {name for name in manifest["tensors"] if name.startswith("model/")}
+    # A name is unexpected only if no process has it: each pipeline stage has part of the model.
     extra = saved.difference(*(fit.names for fit in compared))
     problems += [
         _Problem(f"only in the checkpoint: {name.removeprefix('model/')}") for name in sorted(extra)
@@ -280,6 +284,7 @@ def _state_tensor(
     saved_name = state_tensor_name(name, key)
     full_box = reader.whole_box(saved_name)
     present = optimizer.state.get(parameter, {}).get(key)
+    # State that the optimizer has already created shows the layout it needs.
     if isinstance(present, DTensor):
         return _read_like(reader, saved_name, present)
     if key != "step" and full_box.lengths == tuple(parameter.shape):
@@ -328,6 +333,7 @@ def _restore_setting(group: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(current, Tensor):
         current.fill_(value)
     elif isinstance(value, list) and not isinstance(current, list):
+        # JSON has no tuples, and optimizers expect betas as one.
         group[name] = tuple(value)
     else:
         group[name] = value

@@ -58,11 +58,16 @@ def remove_old(directory: Path, step: int, retention: Retention, fault: Fault = 
     for path in past[retention.keep_last :]:
         if retention.keeps(step_of(path) or 0):
             continue
+        # Deleting a directory is not atomic. Renaming it first ensures that a process killed during
+        # the deletion leaves no step directory with missing files; `clean_leftovers` removes the
+        # rest.
         doomed = directory / f"{TEMPORARY_PREFIX}removing-{path.name}-{os.urandom(4).hex()}"
         path.rename(doomed)
         fault("retention-renamed")
         shutil.rmtree(doomed)
         fault("retention-deleted")
+    # After the deletions: a shared file is unused only once the last checkpoint that names it is
+    # gone.
     sweep_frozen(directory, directory / step_name(step))
 
 
@@ -75,7 +80,10 @@ def make_room(directory: Path, step: int, retention: Retention) -> bool:
     past = [path for path in paths if (step_of(path) or 0) <= step]
     if len(past) < 2:
         return False
+    # If the next save fails too, the run can resume only from this checkpoint, so nothing is
+    # deleted unless it is intact.
     verify_checkpoint(past[0])
+    # The checkpoint to be written counts as one of `keep_last`, so one fewer is kept now.
     fewer = replace(retention, keep_last=max(1, retention.keep_last - 1))
     remove_old(directory, step, fewer)
     gone = [path.name for path in paths if not path.exists()]

@@ -138,6 +138,8 @@ def publish(
     """
     first = peers.rank == 0
     final, verified = directory / step_name(snapshot.step), set() if verified is None else verified
+    # Rank 0 decides for all: the two branches below use different collectives, so processes that
+    # disagreed about an existing checkpoint would wait for each other forever.
     opened = peers.broadcast(_attempt(_open_temporary, final, verified) if first else None)
     _raise_failure(final, opened)
     if opened.value is None:
@@ -145,11 +147,15 @@ def publish(
         return
     folder, recorded = opened.value
     temporary = directory / folder
+    # A failed process still takes part in every collective. The gathered outcomes are the same on
+    # all ranks, so all of them skip the same phases.
     outcomes = peers.gather(_attempt(_measure_write, final, snapshot, recorded))
     if all(outcome.error is None for outcome in outcomes):
         shares = [outcome.value for outcome in outcomes]
         outcomes = [_attempt(_check_room, shares)]
     if all(outcome.error is None for outcome in outcomes):
+        # A frozen tensor is changed on all ranks if its values changed on one: its chunks must not
+        # be divided between the shards and an older shared file.
         changed = frozenset().union(*(share.changed for share in shares))
         arguments = temporary, snapshot, recorded, changed, peers, fault
         outcomes = peers.gather(_attempt(_write_own_share, *arguments))
@@ -246,6 +252,7 @@ def _find_difference(path: Path, snapshot: Snapshot) -> str | None:
     with ChunkReader(path, manifest) as reader:
         for name, box in snapshot.boxes.items():
             own = snapshot.tensors[name].read()
+            # Compare bytes, not numbers: NaN differs from itself, and 0.0 equals -0.0.
             bits = [t.reshape(-1).view(torch.uint8) for t in (own, reader.read(name, box))]
             if not torch.equal(*bits):
                 return f"the values of {name}"
@@ -308,6 +315,8 @@ def _finish(
     manifest = _build_manifest([outcome.value for outcome in outcomes], snapshot, recorded)
     shared = [name for name, record in manifest["files"].items() if record.get("shared")]
     added = [name for name in shared if name not in recorded["files"]]
+    # The manifest refers to the shared files, so they need their final names before the step
+    # directory gets its own. A crash in between leaves only unused files.
     publish_frozen(temporary, final.parent, added)
     fault("frozen-kept")
     content = json.dumps(manifest, separators=(",", ":")).encode()
@@ -315,12 +324,15 @@ def _finish(
     fault("manifest-written")
     write_durably(temporary / MANIFEST_HASH_NAME, hash_line(content))
     fault("manifest-hash-written")
+    # The files were synced one by one, but their names belong to the directory. Without this, a
+    # power failure after the rename could leave a step directory that lacks files.
     sync_directory(temporary)
     fault("directory-synced")
     if final.exists():
         final.rename(final.parent / f"damaged-{final.name}-{os.urandom(4).hex()}")
     temporary.rename(final)
     fault("renamed")
+    # Only a durable checkpoint may be named by `latest`, so this comes before `_move_latest`.
     sync_directory(final.parent)
     fault("parent-synced")
     _move_latest(final, fault)
@@ -329,6 +341,8 @@ def _finish(
 
 def _move_latest(final: Path, fault: Fault) -> None:
     pointer = final.parent / f"{TEMPORARY_PREFIX}{LATEST_NAME}"
+    # Written under another name: truncating `latest` in place would leave an empty file if the
+    # process is killed before the write.
     write_durably(pointer, f"{final.name}\n".encode())
     fault("latest-tmp")
     pointer.replace(final.parent / LATEST_NAME)

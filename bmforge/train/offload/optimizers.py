@@ -235,11 +235,15 @@ class OffloadedAdamW(_OffloadingOptimizer, torch.optim.AdamW):
             gradient = offloaded.take_gradient()
             if gradient is not None:
                 offloaded.begin_step()
+                # A copy: the schedule may change the group's learning rate before the thread uses
+                # it.
                 numbers = {name: group[name] for name in ("lr", "weight_decay", "eps", "betas")}
                 work = partial(_step_adamw, offloaded, gradient, numbers, float(offloaded.steps))
                 offloaded.pending_copies.append(
                     offloaded.engine.run(work, f"step of parameter {offloaded.order}")
                 )
+        # Offloaded parameters have no `grad` any longer, so this updates only the others, on the
+        # device, while the thread runs.
         return super().step(closure)
 
     def _counted(self, offloaded: OffloadedParameter) -> dict[str, Any]:

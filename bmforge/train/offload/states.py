@@ -98,6 +98,8 @@ class StateOffload:
         fraction = torch.tensor(min(1.0, max(0.0, excess)))
         if dist.is_initialized() and dist.get_world_size() > 1:
             fraction = fraction.to(self._device)
+            # All processes must offload the same parameters, so the device with the least room
+            # decides.
             dist.all_reduce(fraction, op=dist.ReduceOp.MAX)
         get_logger().info(
             "offload: the optimizer states need %s, and the device has %s of free memory for them",
