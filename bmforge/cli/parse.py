@@ -225,7 +225,7 @@ def _warn_of_repeated(name: str, values: Sequence[str]) -> None:
         get_logger().warning(
             "%s is given more than once. The last value, %s, is used, and the first value, %s, "
             "is ignored. Pass the option once.",
-            *(name, values[0], values[-1]),
+            *(name, values[-1], values[0]),
         )
 
 

@@ -328,19 +328,17 @@ def check_prompt(
     return mask
 
 
-def _check_length(
-    model: CausalLM | Seq2Seq, length: int, new_tokens: int, is_decoder: bool
-) -> None:
+def _check_length(model: CausalLM | Seq2Seq, length: int, added: int, is_decoder: bool) -> None:
     """Raise `ConfigError` if a sequence exceeds the model's positions.
 
     `is_decoder` is True for a decoder, which continues the prompt. In an encoder-decoder the limit
     applies to source and target separately.
     """
     limit = model.position_limit
-    needed = length + new_tokens if is_decoder else max(length, new_tokens)
+    needed = length + added if is_decoder else max(length, added)
     if limit is not None and needed > limit:
         raise ConfigError(
-            f"{length} prompt tokens and max_new_tokens={new_tokens} need {needed} positions, but "
+            f"{length} prompt tokens and max_new_tokens={added} need {needed} positions, but "
             f"the model has max_seq_len={model.config.max_seq_len}. Truncate the prompt on the "
             "left, or request fewer new tokens."
         )

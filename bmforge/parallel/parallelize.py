@@ -55,10 +55,9 @@ def parallelize(
 ) -> nn.Module:
     """Apply a parallel layout to a model, in place, and return the model.
 
-    Works on any model: `rules` (or the model's own `layout_rules()`) select the sharding units by
-    name globs; without rules, repeated blocks become the units. A model on the meta device is
-    initialized or loaded afterwards. If existing values differ between processes, those of rank 0
-    are used.
+    `rules` (or the model's own `layout_rules()`) select the sharding units by name globs; without
+    rules, repeated blocks become the units. A model on the meta device is initialized or loaded
+    afterwards. If existing values differ between processes, those of rank 0 are used.
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
@@ -67,7 +66,7 @@ def parallelize(
         mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
         master_weights: upcast trained 16-bit parameters to fp32, so that no small update is lost
-            (default: on). If off, these parameters and their optimizer states stay in 16 bits.
+            (default: on).
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: number of units whose parameters are gathered ahead.

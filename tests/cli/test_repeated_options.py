@@ -61,8 +61,8 @@ def test_no_value_of_a_list_is_lost(uses, joins_by_sign) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--label", "a", "--label=b"], "--label is set several times, such as to a; the last"),
-        (["--fast", "--no-fast"], "--fast is set several times, such as to True; the last"),
+        (["--label", "a", "--label=b"], "--label is given more than once. The last value, b,"),
+        (["--fast", "--no-fast"], "--fast is given more than once. The last value, False,"),
         (["--label", "a", "--label", "a", "--names", "b", "--names", "c"], None),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_last_of_two_models_is_used(
         caplog.clear()
         with caplog.at_level("WARNING"):
             assert main(["train", "rl", "--model", "no-such-a", *more]) == 2
-        assert "--model is set several times, such as to no-such-a; the last" in caplog.text
+        assert "--model is given more than once. The last value, no-such-b," in caplog.text
         assert "no-such-a" not in (said := capsys.readouterr().err).splitlines()[-1]
         assert "no-such-b" in said
     caplog.clear()

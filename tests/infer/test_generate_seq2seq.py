@@ -201,7 +201,7 @@ def test_sources_are_as_long_as_one_likes(model: T5) -> None:
         (
             torch.ones(2, 2, dtype=torch.long),
             torch.tensor([[1, 1], [0, 0]]),
-            r"sequences \[1\] contain padding",
+            r"sequences \[1\] contain only padding",
         ),
     ],
 )

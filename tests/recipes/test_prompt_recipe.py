@@ -154,7 +154,7 @@ def test_what_a_template_makes_is_shown(place, capsys):
     assert "masked" in said
     assert f"good = {tokenizer.token_to_id('good')}" in said
     assert main([*told, "no mask"]) == 2
-    assert "Add one" in capsys.readouterr().err
+    assert 'Add {"mask"}' in capsys.readouterr().err
 
 
 def test_files_of_words(tmp_path):

@@ -223,7 +223,7 @@ def test_a_request_that_ends_too_early_is_told_so(start: Any, data: bytes) -> No
         answer = read_all(connection)
         begin = answer.rpartition(b"HTTP/1.1 ")[2]
         assert begin.startswith(b"400 ")
-        assert b"did not arrive completely" in begin
+        assert b"the request is incomplete" in begin
         assert answer.count(b" 200 OK") == data.count(b"/health")
 
 

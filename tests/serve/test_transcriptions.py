@@ -108,7 +108,7 @@ def test_what_is_refused(start: Any, speech: Engine, directory: Path, tmp_path: 
         ({"response_format": "sbv"}, audio, "response_format='sbv' is not supported"),
         ({"prompt": "<|en|>"}, audio, "<|en|>"),
         ({"stream": "true"}, audio, "stream='true' is not supported"),
-        ({"temperature": "hot"}, audio, "temperature='hot' must be a number"),
+        ({"temperature": "hot"}, audio, "temperature='hot' is not a number"),
         ({"timestamp_granularities[]": "word"}, audio, "supported: segment"),
         ({"timestamp_granularities[]": "segment"}, audio, "needs response_format"),
         ({"model": "other"}, audio, "unknown model 'other'"),

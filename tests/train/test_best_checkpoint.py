@@ -115,7 +115,7 @@ def test_a_lost_best_checkpoint_is_said(
     assert [step_of(path) for path in checkpoints] == [4, 2]
     checkpoints[1].rename(tmp_path / "elsewhere")
     _, got = run_scripted(corpus, folder, losses, **changes)
-    assert "the best checkpoint (step 2) is missing" in caplog.text
+    assert "the best checkpoint so far, of step 2, is missing" in caplog.text
     _, want = run(corpus, None, steps=6)
     assert_equal_trees(got, want)
 

@@ -353,12 +353,9 @@ class Engine:
         """Open a chat session; `options` are fields of `ChatSessionConfig`."""
         with self.turn("chat", delta=delta) as model:
             limit = None if self._guard is None else self.config.tokens_of(model)
+            config, directory = ChatSessionConfig(**options), self._directory
             session = open_chat_session(
-                model,
-                self.tokenizer,
-                ChatSessionConfig(**options),
-                directory=self._directory,
-                limit=limit,
+                model, self.tokenizer, config, directory=directory, limit=limit
             )
         return LockedConversation(session, lambda: self.turn("reply", delta=delta))
 

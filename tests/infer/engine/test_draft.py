@@ -128,5 +128,5 @@ def test_a_draft_from_a_directory_within_the_budget(tmp_path: Path) -> None:
         assert engine.plan.smallest_bytes - other.plan.smallest_bytes == engine.plan.adapter_bytes
         asked = [Request(PROMPTS[1], greedy(max_new_tokens=NEW))]
         assert say(ask(engine, asked)[0]) == say(ask(other, asked)[0])
-    with pytest.raises(ConfigError, match="the draft model takes"):
+    with pytest.raises(ConfigError, match="the draft model needs"):
         Engine(tmp_path / "large", device_budget_bytes=1000, config=config)

@@ -314,7 +314,7 @@ def test_models_that_it_does_not_take(llama: tuple[Any, Path]) -> None:
         Engine(engine.model)
     with pytest.raises(ConfigError, match="on the meta device"):
         Engine(Llama.from_config(model.config, device="meta"))
-    with pytest.raises(ConfigError, match="head can only be set if the engine loads the model"):
+    with pytest.raises(ConfigError, match="head can be set only if the engine loads the model"):
         Engine(model, head="none")
     with (
         Engine(directory, head="none", config=SMALL) as engine,

@@ -57,9 +57,9 @@ def test_what_the_original_stumbles_over_is_refused_with_its_place(text):
         ('{"mask":"x"}', "a mask has no value", 3),
         ('{"meta":"a","placeholder":"b"}', "one of", 3),
         ('{"text":open("f")}', "a value is not a Python literal", 3),
-        ('{"placeholder":"a","post_processing":"nothing"}', "known: .*strip", 3),
+        ('{"placeholder":"a","post_processing":"nothing"}', "supported: .*strip", 3),
         ('{"meta":"a","post_processing":lambda x: eval(x)}', "is not supported", 3),
-        ("{" * 40 + "}" * 40, "nested deeper", 19),
+        ("{" * 40 + "}" * 40, "nested too deeply", 19),
     ],
 )
 def test_faults_say_what_and_where(piece, says, column):

@@ -98,7 +98,7 @@ def test_words_that_tell_nothing_are_refused(tokenizer):
         ManualVerbalizer([["good"], ["bad", "good"]], tokenizer)
     with pytest.raises(ConfigError, match="cannot encode"):
         ManualVerbalizer(["good", "☃"], tokenizer)
-    with pytest.raises(ConfigError, match="no words: 1"):
+    with pytest.raises(ConfigError, match="no label words: 1"):
         ManualVerbalizer([["good"], []], tokenizer)
     with pytest.raises(ConfigError, match="at least one text"):
         ManualVerbalizer(["good", "bad"], tokenizer).calibrate_(PRIOR[:0])
