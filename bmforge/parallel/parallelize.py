@@ -70,12 +70,10 @@ def parallelize(
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: number of units whose parameters are gathered ahead.
-        offload_activations: offload the saved activations of blocks to the host until backward;
-            with `recompute` these are the block inputs.
+        offload_activations: offload the saved activations of blocks to the host until backward.
 
     Raises:
-        ConfigError: the layout does not fit the model or the processes. One message lists all
-            problems, the same on every process, before the first collective.
+        ConfigError: the layout does not fit the model or the processes (all problems at once).
     """
     layout = layout or Layout()
     _check_wrapping(offload_activations, compile)

@@ -110,7 +110,7 @@ def test_what_is_refused(start: Any, speech: Engine, directory: Path, tmp_path: 
         ({"stream": "true"}, audio, "stream='true' is not supported"),
         ({"temperature": "hot"}, audio, "temperature='hot' is not a number"),
         ({"timestamp_granularities[]": "word"}, audio, "supported: segment"),
-        ({"timestamp_granularities[]": "segment"}, audio, "needs response_format"),
+        ({"timestamp_granularities[]": "segment"}, audio, "is allowed only with response_format"),
         ({"model": "other"}, audio, "unknown model 'other'"),
         ({"language": "klingon"}, audio, "klingon"),
         ({}, b"no audio", "cannot read the audio file 'a.wav'"),

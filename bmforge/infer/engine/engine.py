@@ -55,8 +55,7 @@ class Engine:
 
     Blocks that do not fit are streamed from host memory or disk in every pass; results equal those
     of the model without a budget, up to rounding. Calls run one at a time; submitted requests are
-    batched. ``delta=`` names the adapters of a call: one, several, or () for the base model; None
-    means the adapters that are active on the model.
+    batched. ``delta=`` names the adapters of a call; () means the base model, None the active ones.
 
     Args:
         model: directory, hub id or short name of a model; or a module with repeated blocks,
