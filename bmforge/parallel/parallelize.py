@@ -55,9 +55,10 @@ def parallelize(
 ) -> nn.Module:
     """Apply a parallel layout to a model, in place, and return the model.
 
-    `rules` (or the model's own `layout_rules()`) select the sharding units by name globs; without
-    rules, repeated blocks become the units. A model on the meta device is initialized or loaded
-    afterwards. If existing values differ between processes, those of rank 0 are used.
+    Works on any model: `rules` (or the model's own `layout_rules()`) select the sharding units by
+    name globs; without rules, repeated blocks become the units. A model on the meta device is
+    initialized or loaded afterwards. If existing values differ between processes, those of rank 0
+    are used; they are copied before any sharding, because afterwards no process has all of them.
 
     Args:
         model: any nn.Module; a bmforge model has its own rules.
@@ -66,14 +67,16 @@ def parallelize(
         mesh: mesh of the layout, if it has already been built.
         precision: fp32, or bf16 / fp16 compute with fp32 parameters and fp32 gradient reduction.
         master_weights: upcast trained 16-bit parameters to fp32, so that no small update is lost
-            (default: on).
+            (default: on). If off, these parameters and their optimizer states stay in 16 bits.
         recompute: recompute blocks in backward.
         compile: compile every block with `torch.compile`.
         prefetch: number of units whose parameters are gathered ahead.
-        offload_activations: offload the saved activations of blocks to the host until backward.
+        offload_activations: offload the saved activations of blocks to the host until backward;
+            with `recompute` these are the block inputs.
 
     Raises:
-        ConfigError: the layout does not fit the model or the processes (all problems at once).
+        ConfigError: the layout does not fit the model or the processes. One message lists all
+            problems, the same on every process, before the first collective.
     """
     layout = layout or Layout()
     _check_wrapping(offload_activations, compile)
@@ -84,7 +87,6 @@ def parallelize(
     if master_weights:
         upcast_trained_(model, precision)
     mesh = build_mesh(layout, world.device) if mesh is None else _check_mesh(mesh, layout)
-    # Before any sharding: afterwards no process has the whole values of rank 0.
     sync_module_states_(model, mesh)
     if division.is_sharded:
         make_contiguous_(model)
@@ -92,7 +94,6 @@ def parallelize(
     record.mesh, record.layout, record.prefetch = mesh, layout, prefetch
     shared: dict[str, list[int]] = {}
     if division.cutting is not None:
-        # Loading and saving need the names and shapes of the blocks on other stages too.
         record.whole = copy_to_meta(model)
         shared = drop_the_rest_(
             model, division.cutting, division.stages_of(mesh.get_local_rank("pp"))

@@ -263,7 +263,7 @@ def explain_refusal(request: PlanRequest, refused: Sequence[tuple[Layout, str]])
     text += " ".join(reasons[:3])
     # Without other axes every device processes different sequences.
     fits_alone = next((r for layout, r in refused if layout.row_groups(count) == count), "")
-    if batch % count and "does not divide" in fits_alone:
+    if batch % count and "cannot be divided evenly" in fits_alone:
         below = batch // count * count
         batches = [n for n in (below, below + count) if n]
         counts = [n for n in range(1, 2 * count) if batch % n == 0 and request.cluster.holds(n)]
