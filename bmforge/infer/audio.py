@@ -36,8 +36,8 @@ def read_audio(path: str | Path | BinaryIO, rate: int) -> NDArray[np.float32]:
         with wave.open(_source_of(path), "rb") as file:
             width, channels = file.getsampwidth(), file.getnchannels()
             data, own_rate = file.readframes(file.getnframes()), file.getframerate()
-        whole = len(data) // (width * channels) * width * channels  # of a truncated file
-        mono = _to_floats(data[:whole], width).reshape(-1, channels).mean(1, dtype=np.float32)
+        size = len(data) // (width * channels) * width * channels  # of a truncated file
+        mono = _to_floats(data[:size], width).reshape(-1, channels).mean(1, dtype=np.float32)
     except (wave.Error, EOFError):  # not a WAV file, or one with float samples
         mono, own_rate = _read_with_soundfile(path, rate)
     except OSError as error:

@@ -195,6 +195,6 @@ def format_subtitles(segments: Sequence[Mapping[str, Any]], kind: str) -> str:
 
 
 def _format_time(seconds: float, separator: str) -> str:
-    whole, milliseconds = divmod(round(seconds * 1000), 1000)
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}{separator}{milliseconds:03}"
+    total, milliseconds = divmod(round(seconds * 1000), 1000)
+    hours, minutes = total // 3600, total // 60 % 60
+    return f"{hours:02}:{minutes:02}:{total % 60:02}{separator}{milliseconds:03}"
