@@ -264,7 +264,7 @@ def test_rows_of_chosen_documents_have_no_others(prepared: Path) -> None:
     ("given", "said"),
     [
         ("langage=zh", "Did you mean 'language'"),
-        ("language>zh", "only = and !="),
+        ("language>zh", "= and !="),
         ("date>=today", "2024-05"),
         ("quality>=high", "with a number"),
         ("zh", "is not a condition"),
