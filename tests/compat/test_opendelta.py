@@ -136,7 +136,7 @@ def test_targets_without_a_module_are_ignored_if_others_have_one(
     delta = od.LoraModel(model, modified_modules=["query", "layernorm_before"], lora_r=2)
     layers = [n for n, _ in model.named_modules() if n.endswith("query")]
     assert delta.num_delta_parameters() == len(layers) * 2 * 2 * 16
-    assert "'layernorm_before' is ignored" in caplog.text
+    assert "'layernorm_before' of modified_modules is ignored" in caplog.text
     with pytest.raises(ConfigError, match="'layernorm_before' matches no module"):
         od.LoraModel(model, modified_modules=["layernorm_before"])
 

@@ -162,7 +162,7 @@ def test_what_answers_cannot_teach_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only one of them"):
         DistillConfig(teacher="a", answers="b")
     for model, options, said in (
-        (teacher, {"count": VOCAB + 1}, f"must be from 1 to {VOCAB}"),
+        (teacher, {"count": VOCAB + 1}, f"must be from 1 to the vocabulary size {VOCAB}"),
         (make_t5(0), {"count": 2}, "not encoder-decoders"),
     ):
         with pytest.raises(ConfigError, match=said):

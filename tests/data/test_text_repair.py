@@ -180,7 +180,7 @@ def test_switches_are_a_step():
     assert step(Document("Read more", "f")) == Drop("nothing_left", 0, 1, "Read more")
     assert TidyText()(document) is document
     assert step.version != TidyText().version
-    with pytest.raises(ConfigError, match="'Hans' .simplified., 'Hant'"):
+    with pytest.raises(ConfigError, match=r"'Hans' .simplified., 'Hant'"):
         TidyText(chinese="zh")
 
 
