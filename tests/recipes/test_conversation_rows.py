@@ -452,7 +452,7 @@ def test_exchanges_of_other_fields_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="a turn of 'conversation' is"):
             read_conversations(tmp_path / "a.jsonl")
     write_jsonl(tmp_path / "a.jsonl", [{"conversation": [{"human": "a", "assistant": 1}]}])
-    with pytest.raises(DataError, match="assistant=1 must be a text"):
+    with pytest.raises(DataError, match="assistant=1 must be a string"):
         read_conversations(tmp_path / "a.jsonl")
 
 
