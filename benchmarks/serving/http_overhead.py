@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Contender, header, make_parser, paired_ratio, run_in_turns, table
-from tests.serve.conftest import write_model
+from tests.serve.tiny_chat_model import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, dict[str, int]] = {

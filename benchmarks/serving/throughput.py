@@ -142,7 +142,7 @@ def served(command: list[str], log: Path) -> Iterator[int]:
 def prepare(folder: Path) -> Path:
     """Write the model and its GGUF file once; returns the file."""
     from bmforge.models.formats.gguf_export import export_gguf
-    from tests.serve.conftest import write_model
+    from tests.serve.tiny_chat_model import write_model
 
     path = folder / "q8_0.gguf"
     if not path.exists():
