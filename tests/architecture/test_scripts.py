@@ -22,7 +22,9 @@ def test_names_are_there(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or "triton" in (node.module or ""):
             continue  # Triton is optional, and prints messages when the process ends
-        if (node.module or "").split(".")[0] in ("bmforge", "benchmarks"):
+        # A conftest imports from its own folder, which is on sys.path only in a run of pytest.
+        assert "conftest" not in (node.module or ""), f"{script} imports from {node.module}"
+        if (node.module or "").split(".")[0] in ("bmforge", "benchmarks", "tests"):
             module = importlib.import_module(node.module)
             for name in (alias.name for alias in node.names):
                 if not hasattr(module, name):
