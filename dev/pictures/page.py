@@ -54,8 +54,8 @@ def bisect(f, low, high, error):
 @contextmanager
 def page_server(folder: Path) -> Iterator[str]:
     """Serve a tiny model, whose answers are `ANSWER`, in a thread; yields the address."""
-    from conftest import write_model
     from scripted_engine import ScriptedEngine
+    from tiny_chat_model import write_model
 
     from bmforge.infer import Engine, EngineConfig
     from bmforge.serve.app import create_app

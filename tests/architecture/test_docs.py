@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from page_places import toml_files
-from page_starts import STARTS, write_tiny, write_vision
+from page_starts import STARTS, write_speech, write_tiny, write_vision
 from pages import FENCE, PAGES, ROOT, blocks, command_lines, inline_commands, prose
 
 import bmforge
@@ -33,6 +33,7 @@ class ParsedError(Exception):
 
 def bmforge_arguments(words: list[str]) -> list[str] | None:
     """What follows `bmforge`, or `-m bmforge` under torchrun; None for any other command."""
+    words = words[: words.index(">")] if ">" in words else words  # the shell's redirection
     if words[0] == "bmforge":
         return words[1:]
     if "-m" in words and words[words.index("-m") + 1] == "bmforge":
@@ -69,6 +70,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, preset in STARTS.items():
         write_tiny(place / name, preset)
     write_vision(place)
+    write_speech(place)
     return place
 
 
