@@ -266,7 +266,7 @@ class DeltaBase(nn.Module):
         names = self.unfrozen_modules if exclude is None else list(exclude)
         trained, meant = find_trained(root, [name for name in names if name != "deltas"])
         if root is self.backbone_model and self.delta.model is root:
-            self.delta.train_also_(meant)
+            self.delta.set_modules_to_save_(meant)
         for name, parameter in root.named_parameters():
             if is_delta(root, name):
                 parameter.requires_grad_("deltas" in names and parameter.requires_grad)

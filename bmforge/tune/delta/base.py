@@ -31,7 +31,7 @@ from bmforge.tune.delta.attached import (
     part_around,
     refuse_parallelized,
 )
-from bmforge.tune.delta.records import check_patterns, order_changes_, rename_options
+from bmforge.tune.delta.records import check_patterns, order_changes_
 from bmforge.tune.delta.selection import accept_adapter_names_
 
 __all__ = ["AttachedDelta"]
@@ -48,8 +48,8 @@ class AttachedDelta:
         targets: modules to attach to, see `address` (default: the type's default targets).
         name: name of the adapter and of its modules in the model.
         exclude: name prefixes, or targets, of modules that are skipped.
-        train_also: modules, or single parameters, that are trained in full and saved with the
-            adapter, such as a new head; also accepted under PEFT's name `modules_to_save`.
+        modules_to_save: modules, or single parameters, that are trained in full and saved with the
+            adapter, such as a new head.
         seed: random seed of the initialization; see `init_deltas_`.
         options: options of the kind; see `nn.part_kinds`.
 
@@ -58,7 +58,6 @@ class AttachedDelta:
         defaults: default values of the options.
         stands_behind: True if the adapter needs the complete output of an attention or MLP; a
             target that is the last projection of such a module is then replaced by the module.
-        peft_options: dict from PEFT's option names to those in `nn.part_kinds`; both are accepted.
         peft_type: `peft_type` in saved configs: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
         origin: config of the loaded PEFT directory; it is saved again with the adapter.
@@ -73,7 +72,6 @@ class AttachedDelta:
     default_targets: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, Any]] = {}
     stands_behind: ClassVar[bool] = False
-    peft_options: ClassVar[Mapping[str, str]] = {}
     peft_type: ClassVar[str] = ""
     peft_reads: ClassVar[tuple[str, ...]] = ()
 
@@ -84,15 +82,14 @@ class AttachedDelta:
         *,
         name: str = "default",
         exclude: Sequence[str] = (),
-        train_also: Sequence[str] = (),
+        modules_to_save: Sequence[str] = (),
         seed: int = 0,
         **options: Any,
     ) -> None:
         refuse_parallelized(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
-        options = rename_options({"train_also": train_also, **options}, type(self).peft_options)
-        self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
+        self.exclude, self.modules_to_save = tuple(exclude), tuple(modules_to_save or ())
         if name in deltas_of(model):
             raise ConfigError(
                 f"the model already has an adapter {name!r}. Choose another name, or remove the "
@@ -104,7 +101,7 @@ class AttachedDelta:
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[AttachedModule, ...] = ()
-        self._whole_names = frozenset(find_wholes(model, self.train_also))
+        self._whole_names = frozenset(find_wholes(model, self.modules_to_save))
         names = self._settle_names()
         check_patterns(self, names)
         self._put_(names)
@@ -136,7 +133,7 @@ class AttachedDelta:
             if key not in option_names:
                 raise ConfigError(
                     f"{type(self).__name__} has no option {key!r} (supported: "
-                    f"{', '.join(option_names)}, targets, name, exclude, train_also and "
+                    f"{', '.join(option_names)}, targets, name, exclude, modules_to_save and "
                     f"seed).{suggest(key, option_names)}"
                 )
         return options
@@ -260,10 +257,10 @@ class AttachedDelta:
             parameter.requires_grad_(trains)
         return self
 
-    def train_also_(self, targets: Sequence[str]) -> Self:
+    def set_modules_to_save_(self, targets: Sequence[str]) -> Self:
         """Set the modules or parameters that are trained in full and saved with the adapter."""
         self._whole_names = frozenset(find_wholes(self.model, targets))
-        self.train_also = tuple(targets)
+        self.modules_to_save = tuple(targets)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -273,7 +270,7 @@ class AttachedDelta:
         return self
 
     def wholes(self) -> dict[str, nn.Parameter]:
-        """Return a dict from name to base parameter trained in full (`train_also`)."""
+        """Return a dict from name to base parameter trained in full (`modules_to_save`)."""
         named = self.model.named_parameters() if self._whole_names else ()
         return {name: p for name, p in named if name in self._whole_names}
 

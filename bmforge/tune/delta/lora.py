@@ -16,9 +16,9 @@ __all__ = ["LoRA", "Lora"]
 class Lora(Delta):
     """LoRA adapter: a low-rank update ``alpha / rank * B A x`` added to a layer's output.
 
-    The options are those of `nn.low_rank.LowRankOptions`: `use_rslora` (`root_scale`) scales by
-    ``alpha / sqrt(rank)``, `use_dora` (`magnitude`) trains the magnitudes of weight rows, `bias`
-    adds a bias to B; `ranks` and `alphas` are dicts from name glob to rank and alpha.
+    The options are those of `nn.low_rank.LowRankOptions`: `use_rslora` scales by ``alpha /
+    sqrt(rank)``, `use_dora` trains the magnitudes of weight rows, `bias` adds a bias to B; `ranks`
+    and `alphas` are dicts from name glob to rank and alpha.
     `trainable_token_indices` also trains the embedding rows of some tokens: a list of token ids, or
     a dict from the name of an embedding or head to such a list; tied layers share the rows.
 
@@ -28,7 +28,6 @@ class Lora(Delta):
     kind = "low_rank"
     default_targets = ("attn.q", "attn.v")
     defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
-    peft_options = MappingProxyType({"use_rslora": "root_scale", "use_dora": "magnitude"})
     peft_type = "LORA"
 
     def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
             "targets": [name_here for owner in owners for name_here in names.get(owner, [owner])]
         }
     else:
-        options["train_also"] = list(_wholes(model, tensors))
+        options["modules_to_save"] = list(_wholes(model, tensors))
     if "exclude" in options:
         options["exclude"] = excludes_of(known_names(model), options["exclude"])
     delta: Any = kind(model, name=name, **options, **overrides)

@@ -160,7 +160,7 @@ def options_of(
     check_fields(config)
     kind, names = str(config["peft_type"]), Names(model)
     trained_whole = saved_whole(names, config, tensors)
-    options: dict[str, Any] = {"train_also": tuple(trained_whole)}
+    options: dict[str, Any] = {"modules_to_save": tuple(trained_whole)}
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         options["length"] = int(config["num_virtual_tokens"])
         return options | (_prefix_options(model, config) if kind == "PREFIX_TUNING" else {})
@@ -208,8 +208,8 @@ def _low_rank_options(
     options: dict[str, Any] = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
     options |= {
         "dropout": float(config.get("lora_dropout") or 0),
-        "root_scale": bool(config.get("use_rslora")),
-        "magnitude": bool(config.get("use_dora")),
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
         "bias": bool(config.get("lora_bias")),
     }
     for pattern, field in (("rank_pattern", "ranks"), ("alpha_pattern", "alphas")):

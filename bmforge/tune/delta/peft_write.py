@@ -51,7 +51,7 @@ def can_write(delta: AttachedDelta) -> bool:
 
 def _can_fold(delta: AttachedDelta) -> bool:
     """Return True if the adapter's weight is 0 or 1, or can be multiplied into alpha."""
-    is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
+    is_sum = delta.kind == "low_rank" and not delta.options.get("use_dora")
     is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum
 
@@ -227,7 +227,7 @@ def _write_prompt(
 
 
 def _alpha(scale: float, rank: int, delta: AttachedDelta) -> float:
-    return scale * (math.sqrt(rank) if delta.options.get("root_scale") else rank)
+    return scale * (math.sqrt(rank) if delta.options.get("use_rslora") else rank)
 
 
 def _patterns(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
@@ -352,8 +352,8 @@ def write_config(
         "trainable_token_indices": {names.of(n): rows for n, rows in indices.items()} or None,
         **patterns,
         "lora_dropout": options["dropout"],
-        "use_rslora": options["root_scale"],
-        "use_dora": options["magnitude"],
+        "use_rslora": options["use_rslora"],
+        "use_dora": options["use_dora"],
         "lora_bias": options["bias"],
         "bias": "none",
         "ensure_weight_tying": _trains_tied(full_model, wholes),
