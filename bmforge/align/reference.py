@@ -80,7 +80,7 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
     """
     deltas = list_deltas(model).values()
     added = {id(p) for delta in deltas for p in delta.parameters()}
-    in_place = {id(p) for delta in deltas for p in delta.wholes().values()}
+    in_place = {id(p) for delta in deltas for p in delta.fully_trained_parameters().values()}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     outside = trained.keys() - added | trained.keys() & in_place
     if outside or not trained:

@@ -29,7 +29,7 @@ __all__ = [
     "excludes_of",
     "find_called",
     "find_places",
-    "find_wholes",
+    "find_target_parameters",
     "fits",
     "is_excluded",
     "known_names",
@@ -253,7 +253,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
     return modules
 
 
-def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
+def find_target_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return a dict from name to parameter: the parameters and whole modules that targets match.
 
     Raises:

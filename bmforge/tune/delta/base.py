@@ -23,7 +23,7 @@ from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import init_from_note_
 from bmforge.nn.token_rows import TOKENS_SLOT, init_trained_rows_
 from bmforge.provenance import Provenance
-from bmforge.tune.delta.address import find_called, find_wholes
+from bmforge.tune.delta.address import find_called, find_target_parameters
 from bmforge.tune.delta.attached import (
     AttachedModule,
     deltas_of,
@@ -101,7 +101,7 @@ class AttachedDelta:
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[AttachedModule, ...] = ()
-        self._whole_names = frozenset(find_wholes(model, self.modules_to_save))
+        self._fully_trained_names = frozenset(find_target_parameters(model, self.modules_to_save))
         names = self._settle_names()
         check_patterns(self, names)
         self._put_(names)
@@ -249,7 +249,7 @@ class AttachedDelta:
         trained = {
             id(parameter)
             for delta in deltas_of(self.model).values()
-            for parameter in (*delta.parameters(), *delta.wholes().values())
+            for parameter in (*delta.parameters(), *delta.fully_trained_parameters().values())
             if delta is self or parameter.requires_grad
         }
         for parameter in self.model.parameters():
@@ -259,7 +259,7 @@ class AttachedDelta:
 
     def set_modules_to_save_(self, targets: Sequence[str]) -> Self:
         """Set the modules or parameters that are trained in full and saved with the adapter."""
-        self._whole_names = frozenset(find_wholes(self.model, targets))
+        self._fully_trained_names = frozenset(find_target_parameters(self.model, targets))
         self.modules_to_save = tuple(targets)
         return self
 
@@ -269,10 +269,10 @@ class AttachedDelta:
             parameter.requires_grad_(requires_grad)
         return self
 
-    def wholes(self) -> dict[str, nn.Parameter]:
+    def fully_trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return a dict from name to base parameter trained in full (`modules_to_save`)."""
-        named = self.model.named_parameters() if self._whole_names else ()
-        return {name: p for name, p in named if name in self._whole_names}
+        named = self.model.named_parameters() if self._fully_trained_names else ()
+        return {name: p for name, p in named if name in self._fully_trained_names}
 
     def is_attached(self) -> bool:
         """Return True if the adapter's modules are attached to the model."""
@@ -381,11 +381,13 @@ class AttachedDelta:
 
     def count_parameters(self) -> int:
         """Return the number of trained parameters, including modules trained in full."""
-        return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
+        return sum(
+            p.numel() for p in (*self.parameters(), *self.fully_trained_parameters().values())
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a dict from name to tensor, including the parameters trained in full."""
-        return {**dict(self.named_parameters()), **self.wholes()}
+        return {**dict(self.named_parameters()), **self.fully_trained_parameters()}
 
     def __repr__(self) -> str:
         """Show the adapter's name, number of modules, number of parameters, and state."""

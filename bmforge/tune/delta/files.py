@@ -77,20 +77,20 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
     base: dict[str, Any] = {"base": None, "base_library": library_of(delta.model)}
     if not keeps_origin and not is_quantized:
         base["base"] = fingerprint_of(delta.model, peft_write.written_whole(delta))
-    with _gathered(delta) as wholes:
+    with _gathered(delta) as fully_trained:
         if keeps_origin:
             assert delta.origin is not None
             config = dict(delta.origin)
-            tensors = peft_write.write_tensors(delta, wholes)[0]
+            tensors = peft_write.write_tensors(delta, fully_trained)[0]
             mark = peft_write.fold_weight_(config, delta)
         elif peft_write.can_write(delta):
-            tensors, blocks, patterns = peft_write.write_tensors(delta, wholes)
-            config = peft_write.write_config(delta, patterns, wholes)
+            tensors, blocks, patterns = peft_write.write_tensors(delta, fully_trained)
+            config = peft_write.write_config(delta, patterns, fully_trained)
             mark |= {"shift_positions": True} if delta.kind == "prefix" else {}
             mark |= base | ({"blocks": blocks} if blocks else {})
             mark |= peft_write.fold_weight_(config, delta)
         else:
-            tensors = _own_tensors(delta) | wholes
+            tensors = _own_tensors(delta) | fully_trained
             kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
             config = {"peft_type": kind, _OURS: _describe(delta)}
             mark |= base
@@ -115,16 +115,18 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
         for owner, slot, part in delta.here()
         for key, parameter in part.named_parameters()
     }
-    wholes = {name: whole_tensor(p).detach() for name, p in delta.wholes().items()}
+    fully_trained = {
+        name: whole_tensor(p).detach() for name, p in delta.fully_trained_parameters().items()
+    }
     if not is_parallelized(delta.model):
-        yield wholes
+        yield fully_trained
         return
     if whole_model(delta.model) is not delta.model:
         everybody: list[Any] = [None] * dist.get_world_size()
-        local = [{n: t.cpu() for n, t in group.items()} for group in (own, wholes)]
+        local = [{n: t.cpu() for n, t in group.items()} for group in (own, fully_trained)]
         dist.all_gather_object(everybody, local)
         own = {n: t for parts, _ in everybody for n, t in parts.items()}
-        wholes = {n: t for _, more in everybody for n, t in more.items()}
+        fully_trained = {n: t for _, more in everybody for n, t in more.items()}
     own_parts = []
     for owner, slot, part in delta.held:
         for key, parameter in list(part._parameters.items()):
@@ -133,7 +135,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
                 plain = own[f"{owner}.{slot}.{key}"]
                 part._parameters[key] = nn.Parameter(plain, requires_grad=False)
     try:
-        yield wholes
+        yield fully_trained
     finally:
         for part, key, parameter in own_parts:
             part._parameters[key] = parameter
@@ -161,7 +163,7 @@ def _describe(delta: AttachedDelta) -> dict[str, Any]:
         description["options"]["inner"] = 0
     owners = [h.owner for h in delta.held if not h.slot.endswith(("_reader", TOKENS_SLOT))]
     places = owners or delta.places()  # trained norms have no modules attached
-    saved = {"places": places, "modules_to_save": sorted(delta.wholes())}
+    saved = {"places": places, "modules_to_save": sorted(delta.fully_trained_parameters())}
     return {**description, "version": _VERSION, "weight": float(delta.weight), **saved}
 
 

@@ -24,6 +24,7 @@ from bmforge.tune.delta.address import fits, published_names
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields
+from bmforge.tune.delta.peft_fully_trained import PREFIX, module_of, saved_whole, whole_key
 from bmforge.tune.delta.peft_fused import concatenate_rows, split_fused
 from bmforge.tune.delta.peft_tokens import (
     is_token_key,
@@ -32,7 +33,6 @@ from bmforge.tune.delta.peft_tokens import (
     token_indices_of,
     token_owner,
 )
-from bmforge.tune.delta.peft_wholes import PREFIX, module_of, saved_whole, whole_key
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
 

@@ -26,8 +26,8 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
     """
     # PEFT's `bias="all"` trains the biases of layers that have a LoRA adapter.
     is_low_rank = delta.kind == "low_rank"
-    wholes = [name.rpartition(".") for name in delta.wholes()]
-    owners = {name for name, _, last in wholes if not (is_low_rank and last == "bias")} & set(names)
+    trained = [name.rpartition(".") for name in delta.fully_trained_parameters()]
+    owners = {n for n, _, last in trained if not (is_low_rank and last == "bias")} & set(names)
     if owners and delta.kind in _ON_WEIGHTS:
         raise ConfigError(
             f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Exclude "

@@ -49,7 +49,7 @@ def test_single_parameters_are_trained_and_saved_whole(tmp_path: Path) -> None:
     again, _ = make()
     opened = load_delta(again, tmp_path)
     assert_close(again(x), changed, rtol=1e-6, atol=1e-6)
-    assert set(opened.wholes()) == set(delta.wholes())
+    assert set(opened.fully_trained_parameters()) == set(delta.fully_trained_parameters())
     with pytest.raises(ConfigError, match="matches no module"):
         Lora(again, ["head"], name="other", modules_to_save=["nothing"])
 
@@ -59,14 +59,14 @@ def test_a_former_option_name_is_read(tmp_path: Path) -> None:
     net, x = make()
     delta = Adapter(net, ["blocks.1.2"], width=2, modules_to_save=["head"])
     with torch.no_grad():
-        delta.wholes()["head.bias"].add_(1)
+        delta.fully_trained_parameters()["head.bias"].add_(1)
     delta.save(tmp_path)
     path = tmp_path / "adapter_config.json"
     text = path.read_text()
     assert text.count('"modules_to_save"') == 1
     path.write_text(text.replace('"modules_to_save"', '"train_also"'))
     opened = load_delta(make()[0], tmp_path)
-    assert set(opened.wholes()) == {"head.weight", "head.bias"}
+    assert set(opened.fully_trained_parameters()) == {"head.weight", "head.bias"}
     assert torch.equal(opened.model(x), net(x))
 
 

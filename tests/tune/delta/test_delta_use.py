@@ -447,7 +447,7 @@ def test_options_have_the_names_of_peft(
     modules = ["lm_head"] if whole else []
     options = {"use_dora": dora, "use_rslora": rslora, "modules_to_save": modules}
     delta = Lora(model, ["layers.0.attn.o_proj"], rank=4, alpha=6, **options)
-    assert len(delta.wholes()) == whole
+    assert len(delta.fully_trained_parameters()) == whole
     delta.save(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["use_dora"], config["use_rslora"]) == (dora, rslora)
