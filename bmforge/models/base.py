@@ -59,7 +59,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             weight and the embedding.
         shifts_labels: True if position t predicts label t + 1, so that the model shifts labels.
         fixed_width: reason why the hidden size cannot be pruned; "" if it can.
-        arrived: activations received from the previous pipeline stage; empty on the first stage.
+        stage_inputs: activations from the previous pipeline stage; empty on the first stage.
         provenance: license and training data of the model, if known.
     """
 
@@ -70,7 +70,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
     fixed_width: ClassVar[str] = ""
-    arrived: tuple[Tensor, ...] = ()
+    stage_inputs: tuple[Tensor, ...] = ()
     provenance: Provenance = Provenance()
 
     def __init__(self, config: ModelConfig) -> None:

@@ -287,7 +287,7 @@ class CPMLive(CausalLM):
         """
         check_logits_at(self.config.head, labels, logits_at)
         if not self.is_done:
-            return ModelOutput(carry=(x,))
+            return ModelOutput(stage_outputs=(x,))
         if self.config.head == "none":
             return ModelOutput(last_hidden_state=x, hidden_states=hidden_states)
         if extension is not None:

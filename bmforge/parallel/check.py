@@ -166,10 +166,10 @@ def plan_pipeline(
             "pipeline stages"
         )
         return None, ()
-    if not hasattr(model, "arrived"):
+    if not hasattr(model, "stage_inputs"):
         problems.append(
-            f"pp={layout.pp}: {type(model).__name__} has no attribute `arrived`, which "
-            "holds a stage's input from the previous stage; add `arrived = ()` to the class"
+            f"pp={layout.pp}: {type(model).__name__} has no attribute `stage_inputs`, which "
+            "holds a stage's input from the previous stage; add `stage_inputs = ()` to the class"
         )
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
     schedule = smallest_schedule(name, layout.pp, per_rank)

@@ -329,10 +329,10 @@ class TransformersModel(Model):
             self.structure,
             self.behavior.split_points,
             self.get_submodule(self.structure.stacks[0]).span,  # type: ignore[arg-type]
-            self.arrived,
+            self.stage_inputs,
         )
         out = run_stage(modules, run)
-        return ModelOutput(carry=(out,)) if isinstance(out, Tensor) else out
+        return ModelOutput(stage_outputs=(out,)) if isinstance(out, Tensor) else out
 
     @cached_property
     def _arguments(self) -> frozenset[str]:
