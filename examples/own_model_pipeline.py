@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.models import init_weights_
-from bmforge.models.rules import LayoutRules, TensorCut
+from bmforge.models.rules import LayoutRules, TensorParallelRule
 from bmforge.nn.shard_hooks import identity
 from bmforge.parallel import (
     Layout,
@@ -46,10 +46,10 @@ RULES = LayoutRules(
     zero_units=("blocks.*",),
     recompute_units=("blocks.*",),
     tensor_parallel=(
-        TensorCut("embed", "embedding"),
-        TensorCut("blocks.*.mixer", "part"),
-        TensorCut("blocks.*.mixer.up", "column"),
-        TensorCut("blocks.*.mixer.down", "row"),
+        TensorParallelRule("embed", "embedding"),
+        TensorParallelRule("blocks.*.mixer", "part"),
+        TensorParallelRule("blocks.*.mixer.up", "column"),
+        TensorParallelRule("blocks.*.mixer.down", "row"),
     ),
     stacks=("blocks",),
     pipeline_first=("embed*",),

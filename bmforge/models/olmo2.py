@@ -19,7 +19,7 @@ from bmforge.models.llama_like import (
     renamed,
     rules_with_norms,
 )
-from bmforge.models.rules import TensorCut, whole_attention
+from bmforge.models.rules import TensorParallelRule, whole_attention
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec, NormSpec
 
@@ -120,9 +120,9 @@ class OLMo2(LlamaLike):
         attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
         return replace(block, attn=attn, norm_place="output")
 
-    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+    def tensor_parallel_rules(self) -> tuple[TensorParallelRule, ...]:
         """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
-        return whole_attention(super().tensor_cuts())
+        return whole_attention(super().tensor_parallel_rules())
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; norms follow the sublayers."""

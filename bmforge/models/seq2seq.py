@@ -318,7 +318,7 @@ class Seq2Seq(Model):
         parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
         stacks = tuple(f"{part}.layers" for part in parts)
         units = tuple(f"{stack}.*" for stack in stacks)
-        return LayoutRules(units, units, self.tensor_cuts(), stacks)
+        return LayoutRules(units, units, self.tensor_parallel_rules(), stacks)
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:

@@ -125,7 +125,7 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Ada
     return LowRank.for_module(module, options)
 
 
-# Styles of `models.TensorCut` that shard a linear layer by its outputs or inputs.
+# Styles of `models.TensorParallelRule` that shard a linear layer by its outputs or inputs.
 _BY_OUTPUTS = ("column", "key_value", "own_column", "gathered_column")
 _BY_INPUTS = ("row", "split_row")
 _LINEAR_STYLES = (*_BY_OUTPUTS, *_BY_INPUTS)
@@ -144,7 +144,9 @@ class LowRank(AdapterModule):
         x: (..., in) -> (..., out)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "head", "shared_tail", *_LINEAR_STYLES})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset(
+        {"", "head", "shared_tail", *_LINEAR_STYLES}
+    )
 
     def __init__(
         self, in_features: int, out_features: int, options: LowRankOptions, like: Tensor
@@ -161,7 +163,7 @@ class LowRank(AdapterModule):
             self.magnitude = nn.Parameter(torch.empty(out_features, **like_options))
         # A bias cannot be added to an output that is still to be all-reduced.
         if options.bias or options.use_dora:
-            self.cut_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
+            self.sharding_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
 
     @classmethod
     def for_module(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
@@ -273,7 +275,7 @@ class EmbeddingLowRank(LowRank):
         ids: (...) -> (..., D)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
 
     @classmethod
     def for_module(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
@@ -310,7 +312,7 @@ class ExpertsLowRank(AdapterModule):
         like: tensor with the dtype and device to use.
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
 
     def __init__(
         self,

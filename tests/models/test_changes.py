@@ -345,7 +345,9 @@ def say_what_cannot_be_cut() -> str:
     model = Llama.from_config(LlamaConfig(**SIZES, intermediate_size=64))
     model.change_(low_rank("layers.0.attn.q_proj"))
     model.layers["0"].attn.q_proj.low_rank.__class__ = type(
-        "Stubborn", (type(model.layers["0"].attn.q_proj.low_rank),), {"cut_styles": frozenset({""})}
+        "Stubborn",
+        (type(model.layers["0"].attn.q_proj.low_rank),),
+        {"sharding_styles": frozenset({""})},
     )
     try:
         parallelize(model, Layout(tp=2, pp=3))

@@ -62,7 +62,7 @@ class Wrong(AdapterModule):
     def __init__(self, notes: Mapping[str, TensorNote], styles: frozenset[str]) -> None:
         super().__init__()
         self.notes, self.weight = notes, nn.Parameter(torch.empty(4))
-        type(self).cut_styles = styles
+        type(self).sharding_styles = styles
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         return self.notes

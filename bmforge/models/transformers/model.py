@@ -230,14 +230,14 @@ class TransformersModel(Model):
         after the blocks.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
-        cuts, refusal = find_tensor_plan(self)
+        tensor_rules, refusal = find_tensor_plan(self)
         split_points = self.behavior.split_points
         called = self.called_linear()
         first, last = stage_ends(self.structure, split_points.after)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
-            tensor_parallel=() if refusal else cuts,
+            tensor_parallel=() if refusal else tensor_rules,
             tensor_refusal=refusal,
             stacks=() if split_points.refusal else self.structure.stacks[:1],
             pipeline_first=first,

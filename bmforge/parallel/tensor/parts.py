@@ -1,4 +1,4 @@
-"""Tensor-parallel computation for each sharding style; see `cuts.py`."""
+"""Tensor-parallel computation for each sharding style; see `sharding.py`."""
 
 from __future__ import annotations
 
