@@ -95,14 +95,14 @@ class AttachedDelta:
                 f"the model already has an adapter {name!r}. Choose another name, or remove the "
                 "existing one."
             )
-        self.options = self._settle_options({**self.defaults, **options})
+        self.options = self._complete_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
         self.provenance = Provenance()
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[AttachedModule, ...] = ()
         self._fully_trained_names = frozenset(find_target_parameters(model, self.modules_to_save))
-        names = self._settle_names()
+        names = self._find_target_names()
         check_patterns(self, names)
         self._put_(names)
         deltas_of(model)[name] = self
@@ -126,7 +126,7 @@ class AttachedDelta:
 
     # Hooks that types override.
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options, completed with defaults; raise an error for unknown ones."""
         option_names = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
@@ -138,7 +138,7 @@ class AttachedDelta:
                 )
         return options
 
-    def _settle_names(self) -> list[str]:
+    def _find_target_names(self) -> list[str]:
         """Return the names of the modules to which the adapter will be attached."""
         patterns = self.default_targets if self.targets is None else tuple(self.targets)
         names = find_called(self.model, patterns, self.exclude, self.targets is not None)
@@ -376,8 +376,8 @@ class AttachedDelta:
     def describe(self) -> dict[str, Any]:
         """Return the type, kind and options, as written to the adapter's config file."""
         kind = PART_KINDS[self.kind]
-        settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
-        return {"type": type(self).__name__, "kind": self.kind, "options": settled}
+        completed = asdict(config_from_dict(kind.options, dict(self.options), "options."))
+        return {"type": type(self).__name__, "kind": self.kind, "options": completed}
 
     def count_parameters(self) -> int:
         """Return the number of trained parameters, including modules trained in full."""

@@ -27,7 +27,7 @@ class LayerNormTuning(Delta):
     default_targets = ("norm",)
     peft_type = "LN_TUNING"
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if options:
             raise ConfigError(
                 f"LayerNormTuning does not support the option {next(iter(options))!r} (supported: "

@@ -30,17 +30,17 @@ class Lora(Delta):
     defaults = MappingProxyType({"rank": 8, "alpha": 16.0})
     peft_type = "LORA"
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options, with full names of the layers in `trainable_token_indices`."""
-        settled = super()._settle_options(options)
-        indices = settled.get("trainable_token_indices")
+        completed = super()._complete_options(options)
+        indices = completed.get("trainable_token_indices")
         if not indices:
-            return {k: v for k, v in settled.items() if k != "trainable_token_indices"}
+            return {k: v for k, v in completed.items() if k != "trainable_token_indices"}
         if not isinstance(indices, Mapping):
             indices = {embedding_name(self.model): indices}
         names = {n: rows for key, rows in indices.items() for n in find_places(self.model, [key])}
         return {
-            **settled,
+            **completed,
             "trainable_token_indices": {
                 n: list(rows) if isinstance(rows, (list, tuple)) else rows
                 for n, rows in names.items()
