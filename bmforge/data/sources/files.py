@@ -209,8 +209,8 @@ def read_records(
     Args:
         path: path of the file.
         options: reader options.
-        begin, end: range in decompressed bytes at line ends, or in rows (`file_ranges.Parts`); -1 for the
-            end of the file.
+        begin, end: range in decompressed bytes at line ends, or in rows (`file_ranges.Parts`); -1
+            for the end of the file.
         line: number of the line or row at `begin`.
 
     Raises:
