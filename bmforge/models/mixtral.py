@@ -19,7 +19,7 @@ from bmforge.models.llama_like import (
     renamed,
 )
 from bmforge.models.sizes import LayerSizes, feed_sizes
-from bmforge.models.stack import differing
+from bmforge.models.stack import find_differing_layers
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -147,7 +147,7 @@ class Mixtral(CausalLM):
         ]
         spec = DecoderSpec(
             blocks[0],
-            differing(blocks[0], blocks),
+            find_differing_layers(blocks[0], blocks),
             rope=config.rope_spec(),
             padding_id=config.pad_token_id,
             balance_weight=config.router_aux_loss_coef if config.output_router_logits else None,

@@ -21,8 +21,7 @@ from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.master_weights import master_weight_problems
 from bmforge.parallel.parameters import parameter_problems
-from bmforge.parallel.pipeline.schedules import problems as schedule_problems
-from bmforge.parallel.pipeline.schedules import smallest_schedule
+from bmforge.parallel.pipeline.schedules import schedule_problems, smallest_schedule
 from bmforge.parallel.pipeline.stages import PipelineRules, StageAssignment, plan_cutting
 from bmforge.parallel.tensor.sharding import ShardingRule, match_sharding_rules, tensor_problems
 from bmforge.records import Unit, UnitRules, find_units

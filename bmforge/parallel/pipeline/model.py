@@ -24,7 +24,7 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
-from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
+from bmforge.parallel.pipeline.schedules import Schedule, schedule_problems, write_schedule
 from bmforge.parallel.pipeline.stages import StageAssignment
 from bmforge.parallel.zero import groups_of_state
 from bmforge.records import as_stack_, fill_slot_, find_parallel_record
@@ -228,7 +228,7 @@ class PipelinedModel:
         """Minimum number of micro-batches of the schedule."""
         name, per_rank = self.schedule
         size = self.mesh["pp"].size()
-        return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
+        return next(n for n in range(1, 8 * size) if not schedule_problems(name, size, n, per_rank))
 
     def _build(self, num_micro_batches: int | None) -> Schedule:
         name, per_rank = self.schedule

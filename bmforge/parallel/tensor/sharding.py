@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bmforge.errors import BmforgeError
 from bmforge.nn.dense_weight import is_conv1d
 from bmforge.parallel.tensor.foreign import FOREIGN_STYLES, supports_foreign_style
-from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
+from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide_bias, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
 from bmforge.surgery import View, match_names, view_parameters_
 
@@ -301,7 +301,7 @@ def _shard_parameters_(
             # Replicated, and used by each process for its own heads or columns.
             yield key, tensor.view_of_heads
         elif rule is not None and rule.style in ("row", "split_row") and key == "bias":
-            yield key, hide
+            yield key, hide_bias
         else:
             yield key, between
 

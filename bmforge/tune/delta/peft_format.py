@@ -20,7 +20,7 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors
-from bmforge.tune.delta.address import fits, published_names
+from bmforge.tune.delta.address import matches_target, published_names
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields
@@ -241,8 +241,8 @@ def _norm_owners(names: Names, key: str) -> list[str]:
 
 def _named(name: str, patterns: Any) -> bool:
     if isinstance(patterns, str):
-        return fits(name, f"[r]^{patterns}$")
-    return any(fits(name, pattern) for pattern in patterns)
+        return matches_target(name, f"[r]^{patterns}$")
+    return any(matches_target(name, pattern) for pattern in patterns)
 
 
 def read_tensors(
