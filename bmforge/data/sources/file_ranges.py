@@ -16,7 +16,7 @@ from bmforge.data.sources.archive_ranges import MEMBERS, find_members, read_memb
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
 from bmforge.data.sources.kinds import SOURCES, kind_of
 from bmforge.data.sources.lines import is_cut_by_bytes, is_json_lines, read_jsonl
-from bmforge.data.sources.packed import inner_name, packing_of, unpack
+from bmforge.data.sources.packed import decompress_stream, inner_name, packing_of
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.data.sources.tables import read_parquet
 
@@ -65,7 +65,7 @@ def split_kind(path: Path) -> str:
             return ""
         file.seek(0)
         try:
-            inner = unpack(file, packing, str(path)).read(SAMPLE_BYTES)
+            inner = decompress_stream(file, packing, str(path)).read(SAMPLE_BYTES)
         except (OSError, EOFError, zlib.error):
             return ""
     name = inner_name(path.name)
@@ -120,7 +120,9 @@ def _split_packed(path: Path, every_bytes: int) -> Parts:
     splitter = LineSplitter(every_bytes)
     try:
         with path.open("rb") as file:
-            stream = unpack(file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path))
+            stream = decompress_stream(
+                file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path)
+            )
             while chunk := stream.read(_CHUNK_BYTES):
                 splitter.feed(chunk)
     except (OSError, EOFError, zlib.error):
@@ -173,7 +175,7 @@ def read_part(
         return
     if how == "packed":
         head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
-        stream = unpack(stream, packing_of(head, path.name), str(path))
+        stream = decompress_stream(stream, packing_of(head, path.name), str(path))
     # Detect the encoding from the head of the file, so that all parts agree.
     detected = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
     if how == "lines":
