@@ -120,9 +120,8 @@ def _split_packed(path: Path, every_bytes: int) -> Parts:
     splitter = LineSplitter(every_bytes)
     try:
         with path.open("rb") as file:
-            stream = decompress_stream(
-                file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path)
-            )
+            packing = packing_of(file.peek(_HEAD_BYTES), path.name)
+            stream = decompress_stream(file, packing, str(path))
             while chunk := stream.read(_CHUNK_BYTES):
                 splitter.feed(chunk)
     except (OSError, EOFError, zlib.error):
