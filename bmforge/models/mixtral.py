@@ -14,9 +14,9 @@ from bmforge.models.heads import Head
 from bmforge.models.llama_like import (
     LlamaLikeConfig,
     llama_heads,
+    llama_names_with,
     llama_rules,
     preset_size,
-    renamed,
 )
 from bmforge.models.sizes import LayerSizes, feed_sizes
 from bmforge.models.stack import find_differing_layers
@@ -55,7 +55,7 @@ class MixtralConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "mixtral"
     heads: ClassVar[dict[str, Head]] = llama_heads("Mixtral")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         head_dim="head_dim",
         num_experts="num_local_experts",
         experts_per_token="num_experts_per_tok",
