@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from bmforge.cli import main
 
-__all__ = ["leave"]
+__all__ = ["exit_process"]
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Exit the program; a process of a distributed job skips the interpreter's shutdown.
 
     A gloo thread needs the interpreter to release the tensors of the last collective. If the
@@ -35,4 +35,4 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -28,7 +28,7 @@ __all__ = [
     "join_licenses",
     "license_name",
     "merge_licenses",
-    "obeys",
+    "is_license_allowed",
 ]
 
 UNKNOWN = "unknown"
@@ -253,7 +253,7 @@ def check_license(value: str, name: str) -> str:
     return license.id
 
 
-def obeys(name: str, policy: str) -> bool:
+def is_license_allowed(name: str, policy: str) -> bool:
     """Return True if a policy of `POLICIES` allows a license.
 
     A license expression with alternatives is allowed if one of its alternatives is allowed.

@@ -70,7 +70,7 @@ class CleanConfig:
     """Options for changing the text of documents.
 
     Args:
-        tidy: text repairs to apply: "repair" (fix text decoded with the wrong encoding),
+        text_repairs: text repairs to apply: "repair" (fix text decoded with the wrong encoding),
             "invisible" (remove zero-width characters), "width" (convert full-width letters and
             digits to half width), "simplified" or "traditional" (convert Chinese), "boilerplate"
             (remove lines of menus and notices), "wrapped" (join lines broken at a fixed width).
@@ -80,7 +80,7 @@ class CleanConfig:
             private data, in addition to Chinese and international numbers.
     """
 
-    tidy: tuple[
+    text_repairs: tuple[
         Literal[
             "repair", "invisible", "width", "simplified", "traditional", "boilerplate", "wrapped"
         ],

@@ -25,7 +25,7 @@ __all__ = [
     "View",
     "copy_to_meta",
     "Wrapper",
-    "evaluating",
+    "eval_mode",
     "find_modules",
     "find_parameters",
     "find_repeated_blocks",
@@ -373,7 +373,7 @@ def _on_views(
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Context manager that sets eval mode and restores each module's mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -9,8 +9,8 @@ Replacements for what programs for CPM-Pretrain passed to its engine:
 - `LayerSpec`, which built layers lazily: the model is built on the meta device, without memory, and
   `init_weights_` initializes only the shard of each process.
 - `model_provider`, `_input_grad` and `_input_type`: the forward runs the blocks in `span`. Its
-  input is the output of the previous stage (`arrived`), and it returns the input of the next one:
-  any tensors, with a gradient or without.
+  input is the output of the previous stage (`stage_inputs`), and it returns the input of the
+  next one (`stage_outputs`): any tensors, with a gradient or without.
 - `get_batch_pipe`: `make_batch` below. Every stage gets the whole batch.
 - Megatron's `mpu` layers: `RULES` says which layers are cut, and how.
 """
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bmforge.models import init_weights_
-from bmforge.models.rules import LayoutRules, TensorCut
+from bmforge.models.rules import LayoutRules, TensorParallelRule
 from bmforge.nn.shard_hooks import identity
 from bmforge.parallel import (
     Layout,
@@ -46,10 +46,10 @@ RULES = LayoutRules(
     zero_units=("blocks.*",),
     recompute_units=("blocks.*",),
     tensor_parallel=(
-        TensorCut("embed", "embedding"),
-        TensorCut("blocks.*.mixer", "part"),
-        TensorCut("blocks.*.mixer.up", "column"),
-        TensorCut("blocks.*.mixer.down", "row"),
+        TensorParallelRule("embed", "embedding"),
+        TensorParallelRule("blocks.*.mixer", "part"),
+        TensorParallelRule("blocks.*.mixer.up", "column"),
+        TensorParallelRule("blocks.*.mixer.down", "row"),
     ),
     stacks=("blocks",),
     pipeline_first=("embed*",),
@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    carry: tuple[Tensor, ...] | None = None
+    stage_outputs: tuple[Tensor, ...] | None = None
 
 
 class Mixer(nn.Module):
@@ -95,7 +95,7 @@ class Block(nn.Module):
 class ByteModel(nn.Module):
     """Predicts the next byte; the texts of a batch are weighted."""
 
-    arrived: tuple[Tensor, ...] = ()
+    stage_inputs: tuple[Tensor, ...] = ()
 
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -127,14 +127,16 @@ class ByteModel(nn.Module):
     ) -> Output:
         first, last, total = getattr(self.blocks, "span", (0, len(self.blocks), len(self.blocks)))
         if first:
-            x, is_text, weights = self.arrived
+            x, is_text, weights = self.stage_inputs
         else:
             places = torch.arange(ids.shape[1], device=ids.device)
             x = self.embed(ids) + self.embed_positions(places)
         for number in range(first, last):
             x = self.blocks[str(number)](x, is_text)
         if last < total:
-            return Output(carry=(x, is_text, weights))  # float with gradient, bool, float without
+            return Output(
+                stage_outputs=(x, is_text, weights)
+            )  # float with gradient, bool, float without
         logits = self.head(self.norm(x))
         if labels is None:
             return Output(logits=logits)

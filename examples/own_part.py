@@ -39,7 +39,7 @@ CONFIG = LlamaConfig(
 class Gate(AdapterModule):
     """Multiplies a module's output by a trained vector."""
 
-    cut_styles = frozenset({"", "part"})  # unsharded modules, and those with sharded children
+    sharding_styles = frozenset({"", "part"})  # unsharded modules, and those with sharded children
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ OTHERS = {
     "html_reader": "trafilatura",
     "rules": "mixed",
     "license_policy": "known",
-    "tidy": ("width",),
+    "text_repairs": ("width",),
     "tool_call_parser": "hermes",
     "near_duplicates": 0.7,
     "repeated_spans": 60,

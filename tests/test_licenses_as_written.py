@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bmforge.licenses import find_license, obeys
+from bmforge.licenses import find_license, is_license_allowed
 
 LINES = (Path(__file__).parent / "licenses_as_written.tsv").read_text("utf-8").splitlines()
 STRINGS = {text: answer for answer, text in (line.split("\t") for line in LINES)}
@@ -30,14 +30,14 @@ def test_the_list_is_large() -> None:
 
 
 def test_no_limited_license_is_allowed_for_commerce() -> None:
-    assert [text for text in LIMITED if obeys(text, "commercial")] == []
+    assert [text for text in LIMITED if is_license_allowed(text, "commercial")] == []
     for case in (str.upper, str.lower, str.title, lambda text: f"  {text}\n"):
-        assert [text for text in LIMITED if obeys(case(text), "commercial")] == []
+        assert [text for text in LIMITED if is_license_allowed(case(text), "commercial")] == []
 
 
 def test_most_free_licenses_are_allowed_for_commerce() -> None:
     """The others have no version, are not in the table, or are not in English."""
-    allowed = [text for text in FREE if obeys(text, "commercial")]
+    allowed = [text for text in FREE if is_license_allowed(text, "commercial")]
     assert len(allowed) >= 0.75 * len(FREE)
 
 

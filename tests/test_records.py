@@ -149,8 +149,8 @@ def test_a_container_gets_slots(container: nn.Module) -> None:
 
 def test_a_slot_must_be_declared() -> None:
     """What nobody would read is not set."""
-    with pytest.raises(AssertionError, match="Linear has no attribute 'arrived'"):
-        fill_slot_(nn.Linear(1, 1), "arrived", ())
+    with pytest.raises(AssertionError, match="Linear has no attribute 'stage_inputs'"):
+        fill_slot_(nn.Linear(1, 1), "stage_inputs", ())
 
 
 class Rules:

@@ -18,7 +18,7 @@ from torch import nn
 from bmforge.errors import ConfigError
 from bmforge.surgery import (
     PLACES,
-    evaluating,
+    eval_mode,
     find_modules,
     find_parameters,
     find_repeated_blocks,
@@ -243,14 +243,14 @@ def test_what_cannot_be_wrapped_says_so() -> None:
         wrap_forward_(module, double, "views")
 
 
-def test_evaluating_gives_every_module_its_own_mode_back() -> None:
+def test_eval_mode_gives_every_module_its_own_mode_back() -> None:
     """Also one that was in evaluation beneath a parent in training, and also after an error."""
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout())).train()
     model[0].eval()
     modes = [module.training for module in model.modules()]
-    with evaluating(model):
+    with eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
-    with pytest.raises(KeyError), evaluating(model):
+    with pytest.raises(KeyError), eval_mode(model):
         raise KeyError
     assert [module.training for module in model.modules()] == modes

@@ -108,7 +108,7 @@ def run(name: str, seed: int, data: tuple[list[Item], list[Item]], options: Any)
     build, rate = TYPES[name]
     total = sum(p.numel() for p in model.parameters())
     if build is not None:
-        build(model, seed=seed, train_also=ALSO)
+        build(model, seed=seed, modules_to_save=ALSO)
     named = dict(model.named_parameters())
     trained = sum(p.numel() for p in named.values() if p.requires_grad)
     head_count = sum(p.numel() for n, p in named.items() if p.requires_grad and n.startswith(ALSO))

@@ -28,7 +28,7 @@ from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
 from bmforge.train import OptimConfig, ScheduleConfig, TrainConfig
 
 SEQ_LEN, ROWS = 128, 16
-CLEANED = {"tidy": ("repair", "invisible", "boilerplate"), "near_duplicates": 0.7}
+CLEANED = {"text_repairs": ("repair", "invisible", "boilerplate"), "near_duplicates": 0.7}
 RULES = {"en": "english", "zh": "chinese"}
 
 

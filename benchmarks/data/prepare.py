@@ -32,7 +32,7 @@ from typing import NamedTuple
 from benchmarks.data.texts import Texts, read_texts
 from benchmarks.harness import make_parser, paired_ratio
 
-ALL_STAGES = ["--tidy", "repair", "invisible", "--languages", "any", "--rules", "mixed"]
+ALL_STAGES = ["--text-repairs", "repair", "invisible", "--languages", "any", "--rules", "mixed"]
 ALL_STAGES += ["--mask-private", "--near-duplicates", "0.8"]
 POLL_S = 0.25
 

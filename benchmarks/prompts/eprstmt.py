@@ -206,7 +206,7 @@ def run_deltas(data: Path, out: Path, seeds: int) -> list[list[str]]:
             model = open_body(out, seed, "sequence_classification")
             total = sum(p.numel() for p in model.parameters())
             if build is not None:
-                delta = build(model, seed=seed, train_also=ALSO)
+                delta = build(model, seed=seed, modules_to_save=ALSO)
                 also = sum(p.numel() for n, p in model.named_parameters() if n.startswith(ALSO))
                 trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
                 share = f"{100 * (trained - also) / total:.3f}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from benchmarks.harness import make_parser, table
 from bmforge.parallel.pipeline.replay import replay
-from bmforge.parallel.pipeline.schedules import SCHEDULES, problems, write_schedule
+from bmforge.parallel.pipeline.schedules import SCHEDULES, schedule_problems, write_schedule
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     lines = []
     for name in SCHEDULES:
         for count in (arguments.micro_batches, 4 * arguments.micro_batches):
-            if problems(name, arguments.ranks, count):
+            if schedule_problems(name, arguments.ranks, count):
                 continue
             schedule = write_schedule(name, arguments.ranks, count)
             per_rank = schedule.num_stages // arguments.ranks

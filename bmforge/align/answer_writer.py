@@ -16,7 +16,7 @@ from bmforge.infer.engine.request import RequestsConfig
 from bmforge.parallel import pipeline_of
 from bmforge.records import find_parallel_record
 from bmforge.shards import whole_tensor
-from bmforge.surgery import evaluating, persistent_tensors
+from bmforge.surgery import eval_mode, persistent_tensors
 
 __all__ = ["AnswerWriter"]
 
@@ -80,7 +80,7 @@ class AnswerWriter:
     def runs_natively(self) -> bool:
         """True if native kernels run all blocks; `score` is then bit-identical to sampling."""
         model = self._copy or self._model
-        with evaluating(model):  # native kernels do not support dropout
+        with eval_mode(model):  # native kernels do not support dropout
             return NativeStep().knows(model.layers)
 
     @property
@@ -102,7 +102,7 @@ class AnswerWriter:
 
         Comm: an all-gather of each sharded weight.
         """
-        with evaluating(self._copy or self._model):
+        with eval_mode(self._copy or self._model):
             version = self._load_weights()
             handles = [
                 self._engine.submit(
@@ -130,7 +130,7 @@ class AnswerWriter:
             self._options.replace(seed=seed, num_return_sequences=1, max_new_tokens=limit)
             for seed, limit in zip(seeds, limits, strict=True)
         ]
-        with evaluating(self._copy or self._model):
+        with eval_mode(self._copy or self._model):
             handles = [
                 self._engine.submit(Request(list(prompt), options))
                 for prompt, options in zip(prompts, each, strict=True)
@@ -150,7 +150,7 @@ class AnswerWriter:
         options = self._options.replace(
             seed=0, num_return_sequences=1, max_new_tokens=1, prompt_logprobs=0
         )
-        with evaluating(self._copy or self._model):
+        with eval_mode(self._copy or self._model):
             self._load_weights()
             handles = [self._engine.submit(Request(list(row), options)) for row in rows]
             scored = [handle.wait()[0].prompt_logprobs or () for handle in handles]

@@ -17,7 +17,7 @@ from bmforge.nn.shard_hooks import VocabCut
 from bmforge.nn.subset_logprobs import linear_subset_logprobs, linear_top_k
 from bmforge.nn.top_k_distillation import TopKPredictions
 from bmforge.parallel import reshard_
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.train.metric_sums import MetricKind
 from bmforge.train.objective import LossAndMetrics
 
@@ -108,7 +108,7 @@ class DistillationObjective:
             results.append(read(head.select(targets != IGNORE_INDEX), vocab))
             return targets.new_zeros((1, len(targets)), dtype=torch.float32)
 
-        with torch.no_grad(), evaluating(self.teacher):
+        with torch.no_grad(), eval_mode(self.teacher):
             inputs, labels = _inputs_of(batch), batch["labels"]
             self.teacher(**inputs, labels=labels, num_items_in_batch=measure)
         return results

@@ -18,7 +18,7 @@ from bmforge.align.scoring import score_tokens
 from bmforge.errors import ConfigError
 from bmforge.parallel.zero import reshard_
 from bmforge.shards import local_tensor
-from bmforge.surgery import evaluating, persistent_tensors
+from bmforge.surgery import eval_mode, persistent_tensors
 from bmforge.tune.delta.selection import choosing_deltas, list_deltas
 
 __all__ = [
@@ -46,7 +46,7 @@ def score_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     Shape:
         batch: (B, T); returns (B,), or (2B,) for rows of `prefix_sharing`
     """
-    with evaluating(model):
+    with eval_mode(model):
         scores = score_tokens(model, model_inputs(batch), batch["labels"])
     assert scores is not None  # outside of a training step, every pipeline stage gets the outputs
     return sum_answers(scores.logprobs, batch)
@@ -80,7 +80,7 @@ def base_adapters(model: nn.Module) -> tuple[str, ...]:
     """
     deltas = list_deltas(model).values()
     added = {id(p) for delta in deltas for p in delta.parameters()}
-    in_place = {id(p) for delta in deltas for p in delta.wholes().values()}
+    in_place = {id(p) for delta in deltas for p in delta.fully_trained_parameters().values()}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     outside = trained.keys() - added | trained.keys() & in_place
     if outside or not trained:

@@ -20,7 +20,7 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel import reshard_
 from bmforge.records import find_parallel_record
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.train.metric_sums import MetricKind, MetricValue
 from bmforge.train.objective import LossAndMetrics
 from bmforge.tune.delta import list_deltas
@@ -222,7 +222,7 @@ class PolicyScores:
         device = next(self._model.parameters()).device
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         scores: dict[str, Tensor] = {}
-        with evaluating(self._model):
+        with eval_mode(self._model):
             if self._with_old and self._is_exact:
                 scores["old"] = batch["sampler"]
             elif self._with_old:
@@ -274,7 +274,7 @@ def open_reference(
 
 def _reference_of(model: Any, opening: Callable[[], AbstractContextManager[Any]]) -> Reference:
     def reference(inputs: Mapping[str, Any], labels: Tensor, temperature: float) -> Tensor:
-        with torch.no_grad(), evaluating(model), opening():
+        with torch.no_grad(), eval_mode(model), opening():
             return _score_whole(model, {**inputs, "labels": labels}, temperature)
 
     return reference

@@ -12,7 +12,7 @@ from torch import Tensor
 from bmforge.align.value import ValueConfig, ValueObjective, predict_values
 from bmforge.batch import Batch
 from bmforge.parallel import ROW_AXES, counts_here, data_parallel_size, mesh_of, reshard_
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.train import TrainConfig
 from bmforge.train.objective import run_objective
 from bmforge.train.optim.build import build_optimizers, clip_grad_norm_
@@ -56,7 +56,7 @@ class ValueTrainer:
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
         """Return the value of the state before each token, (B, T)."""
-        with evaluating(self.model):
+        with eval_mode(self.model):
             values = predict_values(self.model, batch)
         assert values is not None  # pipeline layouts are refused
         reshard_(self.model)  # without a backward pass, gathered weights are not freed

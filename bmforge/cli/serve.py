@@ -54,8 +54,8 @@ def run_serve(command: ServeCommand) -> None:
             raise MissingDependencyError(package, "serve", "bmforge serve")
     from bmforge.provenance import read_provenance
     from bmforge.serve.auth import load_admin_key, load_keys
+    from bmforge.serve.idle_unloading import IdleUnloadingEngine
     from bmforge.serve.lifecycle import bind_address, serve
-    from bmforge.serve.sleeping import SleepingEngine
 
     _check(command)
     find_names(command.adapter)
@@ -73,11 +73,11 @@ def run_serve(command: ServeCommand) -> None:
             directory = find_model(command.embedding_model)
             embedder = stack.enter_context(Engine(directory, device_budget_bytes=budget))
             budget = None if budget is None else budget - embedder.plan.used_bytes
-        engine: Engine | SleepingEngine
+        engine: Engine | IdleUnloadingEngine
         if command.unload_after_s is None:
             engine = _open_engine(command, source, budget)
         else:
-            engine = SleepingEngine(
+            engine = IdleUnloadingEngine(
                 lambda: _open_engine(command, source, budget), source.model, command.unload_after_s
             )
         stack.enter_context(engine)

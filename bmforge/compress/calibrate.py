@@ -22,7 +22,7 @@ from bmforge.compress.matrices import Matrix, find_matrices, watch_inputs
 from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.logging import track
-from bmforge.surgery import evaluating, find_repeated_blocks
+from bmforge.surgery import eval_mode, find_repeated_blocks
 
 __all__ = [
     "BlockRun",
@@ -117,7 +117,7 @@ def calibrate_blocks(
     blocks = find_repeated_blocks(model)
     matrices = by_block(find_matrices(model, where), blocks)
     show = _BlockVisitor(visit, gather, size)
-    with evaluating(model):
+    with eval_mode(model):
         stacks = _find_stacks(model, blocks, prepared[0])
         names = [name for stack in stacks for name in stack]
         if lost := [name for name in matrices if name not in names]:

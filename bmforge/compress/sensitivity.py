@@ -16,7 +16,7 @@ from bmforge.compress.rounding import round_matrix
 from bmforge.errors import ConfigError
 from bmforge.logging import track
 from bmforge.nn.packing import PRESETS, QuantSpec
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["Sensitivity", "choose_specs", "measure_sensitivity"]
 
@@ -79,7 +79,7 @@ def measure_sensitivity(
         (name, scheme): 0.0 for name, trials_of_name in trials.items() for scheme in trials_of_name
     }
     tokens = [_count_tokens(batch) for batch in prepared]
-    with evaluating(model):
+    with eval_mode(model):
         for number, batch in enumerate(track(prepared, "sensitivity")):
             weight = tokens[number] / sum(tokens)
             measure = _make_loss_function(model, batch, loss)

@@ -26,7 +26,7 @@ from bmforge.infer.sampling import (
 )
 from bmforge.models.causal_lm import CausalLM
 from bmforge.nn.prompt import count_ids, with_prompt
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.delta import find_delta, list_deltas
 from bmforge.tune.delta.selection import BASE_NAME
 
@@ -95,7 +95,7 @@ def generate(
     _check_tensors(input_ids=input_ids, attention_mask=attention_mask)
     input_ids, attention_mask, added = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         length = config.max_new_tokens
         decoder, start = start_decoder(model, input_ids, mask, length, adapter_names, inputs)
         padding = _count_padding(start, None if model.traits.is_encoder_decoder else mask)
@@ -180,13 +180,13 @@ def stream_tokens(
         )
     input_ids, attention_mask, _ = with_prompt(model.whole().embed, input_ids, attention_mask)
     mask = check_prompt(model, input_ids, attention_mask, config)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         decoder, start = start_decoder(model, input_ids, mask, config.max_new_tokens)
     padding = _count_padding(start, None if model.traits.is_encoder_decoder else mask)
     words = _forbidden_words(input_ids, config)
     steps = _choose_rows(decoder, start, padding, config, words=words)
     while True:
-        with evaluating(model), torch.no_grad():  # not while the consumer of this generator runs
+        with eval_mode(model), torch.no_grad():  # not while the consumer of this generator runs
             ids = next(steps, None)
         if ids is None:
             return

@@ -120,12 +120,12 @@ class GenerationConfig:
             if not _has_type(name, getattr(self, name)) or not fits(getattr(self, name))
         ]
         if not problems:
-            self._settle_temperature()
+            self._apply_zero_temperature()
             problems = self._contradictions()
         if problems:
             raise ConfigError(f"GenerationConfig: {'; '.join(problems)}.")
 
-    def _settle_temperature(self) -> None:
+    def _apply_zero_temperature(self) -> None:
         """Convert a temperature of 0 to greedy decoding without sampling options, as vLLM does."""
         if self.temperature >= _GREEDY_BELOW:
             return

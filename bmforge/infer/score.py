@@ -26,7 +26,7 @@ from bmforge.infer.generation import generate
 from bmforge.models.base import Model
 from bmforge.models.seq2seq import shift_right
 from bmforge.parallel import ROW_AXES, World, mesh_of, reshard_, sum_over_axes
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = [
     "TextChoice",
@@ -116,7 +116,7 @@ def score_texts(
     _check(model, options)
     device = next(model.parameters()).device
     losses = []
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for prompt, text in options:
             pair = Pair(list(prompt), list(text))
             losses.append(-float(_score(model, [pair], device, 0)[0, 0]) / len(text))
@@ -254,7 +254,7 @@ def collect_rows(
         returns (count, ...)
     """
     gathered: Tensor | None = None
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for numbers in _share(count, size, ranks):
             part = read([min(number, count - 1) for number in numbers])
             if gathered is None:

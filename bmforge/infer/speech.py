@@ -13,7 +13,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.audio import name_of_audio, read_audio
 from bmforge.infer.processor import load_processor
 from bmforge.models.transformers.library import load_library
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["Transcriber", "format_subtitles"]
 
@@ -105,7 +105,7 @@ class Transcriber:
         features = self._encode(model, file)
         language = options.get("language")
         if language is None and getattr(self._config, "lang_to_id", None):
-            with evaluating(model), torch.no_grad():
+            with eval_mode(model), torch.no_grad():
                 detected = model.foreign.detect_language(
                     features["input_features"], generation_config=copy.deepcopy(self._config)
                 )
@@ -156,7 +156,7 @@ class Transcriber:
         try:
             if (prompt := choice.pop("prompt", None)) is not None:
                 choice["prompt_ids"] = self._encode_prompt(prompt, features)
-            with evaluating(model), torch.no_grad():
+            with eval_mode(model), torch.no_grad():
                 return model.foreign.generate(**features, generation_config=config, **choice)
         except (ValueError, TypeError) as error:
             raise ConfigError(

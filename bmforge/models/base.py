@@ -26,7 +26,7 @@ from bmforge.models.init import SkipInit, init_weights_, materialize_
 from bmforge.models.load import load_weights_
 from bmforge.models.pack import load_quantized
 from bmforge.models.resolve import resolve_model
-from bmforge.models.rules import LayoutRules, TensorCut, default_cuts
+from bmforge.models.rules import LayoutRules, TensorParallelRule, default_tensor_parallel_rules
 from bmforge.models.save import write_model
 from bmforge.models.stack import check_ids, find_heads, given_inputs
 from bmforge.models.tensor_matching import resolve_tie
@@ -59,7 +59,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
             weight and the embedding.
         shifts_labels: True if position t predicts label t + 1, so that the model shifts labels.
         fixed_width: reason why the hidden size cannot be pruned; "" if it can.
-        arrived: activations received from the previous pipeline stage; empty on the first stage.
+        stage_inputs: activations from the previous pipeline stage; empty on the first stage.
         provenance: license and training data of the model, if known.
     """
 
@@ -70,7 +70,7 @@ class Model(WeightNames, ModelHooks, nn.Module):
     tied_head: ClassVar[tuple[str, str]] = ("lm_head.weight", "embed.weight")
     shifts_labels: ClassVar[bool] = True
     fixed_width: ClassVar[str] = ""
-    arrived: tuple[Tensor, ...] = ()
+    stage_inputs: tuple[Tensor, ...] = ()
     provenance: Provenance = Provenance()
 
     def __init__(self, config: ModelConfig) -> None:
@@ -309,15 +309,15 @@ class Model(WeightNames, ModelHooks, nn.Module):
 
     def layout_rules(self) -> LayoutRules:
         """Return the sharding plan of this family."""
-        return LayoutRules(tensor_parallel=self.tensor_cuts())
+        return LayoutRules(tensor_parallel=self.tensor_parallel_rules())
 
-    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+    def tensor_parallel_rules(self) -> tuple[TensorParallelRule, ...]:
         """Return the tensor-parallel plan of this family."""
         names = [name for name, _ in self.named_modules()]
         heads = dict(find_heads(self))
         usual = next(iter(heads.values()), (self.config.num_heads, self.config.num_kv_heads))
         others = {name: count for name, count in heads.items() if count != usual}
-        return default_cuts(names, usual[0], usual[1], differing=others)
+        return default_tensor_parallel_rules(names, usual[0], usual[1], differing=others)
 
     def embed_inputs(
         self,

@@ -201,7 +201,7 @@ class CausalLM(Model):
         position_ids = self.positions_behind_prefix(position_ids)
         span = span_of(self.layers)
         if span.first:
-            x, *routed = self.arrived
+            x, *routed = self.stage_inputs
         else:
             x, routed = self._embed(self.embed_inputs(input_ids, inputs_embeds), position_ids), []
         masks = self._build_masks(inputs, attention_mask, document_ids, past)
@@ -210,7 +210,7 @@ class CausalLM(Model):
             self.layers, x, masks, output_hidden_states, routed, cache=cache, **tables
         )
         if span.last < span.total:
-            return ModelOutput(carry=(x, *routed))
+            return ModelOutput(stage_outputs=(x, *routed))
         x = self._finish(x)
         hidden_states = (*states[:-1], x) if output_hidden_states else None
         if self.config.head == "language_model":

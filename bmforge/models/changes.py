@@ -9,7 +9,7 @@ before weights are read. The kinds of changes are in `kinds.py`;
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from bmforge.config import config_from_dict
 from bmforge.errors import ConfigError
 from bmforge.models.kinds import find_kind
 from bmforge.nn.part import Derived, tensor_notes
+from bmforge.nn.part_kinds import rename_options
 from bmforge.nn.random_init import init_from_note_
 from bmforge.surgery import match_names, persistent_tensors
 
@@ -100,7 +101,7 @@ class Change:
         where = [where] if isinstance(where, str) else where
         change = config_from_dict(cls, {**value, "where": where}, "change.")
         find_kind(change.kind)
-        return change
+        return replace(change, options=rename_options(change.options))
 
 
 def apply_change_(model: nn.Module, change: Change, seed: int = 0) -> None:

@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, preset_size, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    llama_heads,
+    llama_names_with,
+    preset_size,
+)
 from bmforge.nn import BlockSpec, NormSpec
 
 __all__ = ["Cohere", "CohereConfig"]
@@ -28,7 +34,7 @@ class CohereConfig(LlamaLikeConfig):
     family: ClassVar[str] = "cohere"
     default_theta: ClassVar[float] = 500000.0
     heads: ClassVar[dict[str, Head]] = llama_heads("Cohere", classifiers=())
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
     )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"use_qk_norm": (False, None)}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from bmforge.models.cohere import Cohere
 from bmforge.models.heads import Head
 from bmforge.models.layer_types import LayerTypes, LayerTypesConfig
-from bmforge.models.llama_like import llama_heads, preset_size, renamed
+from bmforge.models.llama_like import llama_heads, llama_names_with, preset_size
 
 __all__ = ["Cohere2", "Cohere2Config"]
 
@@ -30,7 +30,7 @@ class Cohere2Config(LayerTypesConfig):
     full_every: ClassVar[int] = 4
     rotates_full: ClassVar[bool] = False
     heads: ClassVar[dict[str, Head]] = llama_heads("Cohere2", classifiers=())
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         norm_eps="layer_norm_eps", attn_bias="attention_bias", logit_scale="logit_scale"
     )
     # transformers' default, which no published checkpoint uses.

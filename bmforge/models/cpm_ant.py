@@ -179,7 +179,7 @@ class CPMAnt(CPMLive):
         if not past and cache is not None:
             cache.extra_length = prompt_length
         if self.is_begun:
-            (x,) = self.arrived
+            (x,) = self.stage_inputs
         else:
             x = self._embed_text(inputs, real, past) * self.spec.embed_scale
         kinds = TEXT_SEGMENT * (torch.arange(width, device=x.device) >= prompt_length)[None].long()
@@ -214,7 +214,7 @@ class CPMAnt(CPMLive):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embed inputs in CPM-Live's format; return the embeddings, mask and bias."""
         if self.is_begun:
-            (x,) = self.arrived
+            (x,) = self.stage_inputs
         else:
             x = self._embed_segments(inputs, segment[:, past:], past) * self.spec.embed_scale
         together = None

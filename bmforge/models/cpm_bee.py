@@ -185,7 +185,7 @@ class CPMBee(CPMLive):
         past = cache.length if cache is not None else 0
         inputs = given_inputs(input_ids, inputs_embeds)
         if self.is_begun:
-            (x,) = self.arrived
+            (x,) = self.stage_inputs
         else:
             x = self._rotate(self.embed_inputs(input_ids, inputs_embeds), input_sub)
         if segment is None:

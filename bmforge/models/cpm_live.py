@@ -23,7 +23,7 @@ from bmforge.models.config import ModelConfig
 from bmforge.models.heads import check_logits_at, pick_states
 from bmforge.models.output import ModelOutput
 from bmforge.models.sizes import LayerSizes
-from bmforge.models.stack import differing, run_layers, span_of, width_into
+from bmforge.models.stack import find_differing_layers, run_layers, span_of, width_into
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 from bmforge.nn.attention import KeyValueCache
@@ -200,7 +200,7 @@ class CPMLive(CausalLM):
         )
         spec = DecoderSpec(
             block,
-            differing(block, lacking),
+            find_differing_layers(block, lacking),
             learned_positions=False,
             extra_tokens=extra_tokens,
             embed_scale=in_scale,
@@ -287,7 +287,7 @@ class CPMLive(CausalLM):
         """
         check_logits_at(self.config.head, labels, logits_at)
         if not self.is_done:
-            return ModelOutput(carry=(x,))
+            return ModelOutput(stage_outputs=(x,))
         if self.config.head == "none":
             return ModelOutput(last_hidden_state=x, hidden_states=hidden_states)
         if extension is not None:

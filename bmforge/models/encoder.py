@@ -219,14 +219,14 @@ class EncoderModel(Model):
         if position_ids is None and cache is not None:
             position_ids = self._count_positions(inputs) + cache.length
         if span.first:
-            (x,) = self.arrived
+            (x,) = self.stage_inputs
         else:
             x = self.embed_inputs(input_ids, inputs_embeds)
             x = self._begin(x, inputs, token_type_ids, position_ids)
         tables = self._rope_tables(inputs, position_ids, x.dtype)
         x, states = run_layers(self.layers, x, masks, output_hidden_states, cache=cache, **tables)
         if span.last < span.total:
-            return ModelOutput(carry=(x,))
+            return ModelOutput(stage_outputs=(x,))
         x = x if self.norm is None else self.norm(x)
         out = ModelOutput(
             last_hidden_state=x,

@@ -16,7 +16,7 @@ from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
     fused_qkv_rules,
-    renamed,
+    llama_names_with,
 )
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
@@ -46,7 +46,7 @@ class FalconConfig(LlamaLikeConfig):
         **classifier_heads("Falcon", "score", "classifier", "qa_outputs", sequence_bias=False),
         "none": Head("FalconModel", prefix=""),
     }
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         num_kv_heads="num_kv_heads",
         intermediate_size="ffn_hidden_size",
         norm_eps="layer_norm_epsilon",

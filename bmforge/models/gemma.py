@@ -20,8 +20,8 @@ from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
     llama_heads,
+    llama_names_with,
     preset_size,
-    renamed,
     rules_with_norms,
 )
 from bmforge.models.weights import WeightRule
@@ -64,7 +64,7 @@ class GemmaConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "gemma"
     heads: ClassVar[dict[str, Head]] = _heads("Gemma")
-    hf_names: ClassVar[dict[str, str]] = renamed(**_NAMES)
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(**_NAMES)
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = _REQUIRED
     hf_ignored: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -115,7 +115,7 @@ class Gemma2Config(LayerTypesConfig):
 
     family: ClassVar[str] = "gemma2"
     heads: ClassVar[dict[str, Head]] = _heads("Gemma2")
-    hf_names: ClassVar[dict[str, str]] = renamed(**_NAMES2)
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(**_NAMES2)
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = _REQUIRED
     hf_ignored: ClassVar[frozenset[str]] = _IGNORED2
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -170,7 +170,7 @@ class Gemma3Config(LocalRotaryConfig):
     heads: ClassVar[dict[str, Head]] = _heads(
         "Gemma3", "Gemma3TextForSequenceClassification", "Gemma3TextModel"
     )
-    hf_names: ClassVar[dict[str, str]] = renamed(**_NAMES2)
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(**_NAMES2)
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_REQUIRED,
         **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None,)),

@@ -18,7 +18,7 @@ from bmforge.models.llama_like import (
     PartialRotaryConfig,
     gate_up_rules,
     llama_heads,
-    renamed,
+    llama_names_with,
     rules_with_norms,
 )
 from bmforge.models.weights import WeightRule
@@ -42,7 +42,7 @@ class GLM4Config(PartialRotaryConfig):
     heads: ClassVar[dict[str, Head]] = llama_heads(
         "Glm4", classifiers=("sequence", "token"), alias="Glm"
     )
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         model_type="model_type", head_dim="head_dim", qkv_bias="attention_bias"
     )
     # transformers' defaults, which differ from the newer published checkpoints.

@@ -11,7 +11,7 @@ from bmforge.models.llama_like import (
     LlamaLike,
     PartialRotaryConfig,
     fused_qkv_rules,
-    renamed,
+    llama_names_with,
 )
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
@@ -53,7 +53,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
     }
     hf_names: ClassVar[dict[str, str]] = {
         name: published
-        for name, published in renamed(
+        for name, published in llama_names_with(
             norm_eps="layer_norm_eps",
             parallel_residual="use_parallel_residual",
             attn_bias="attention_bias",

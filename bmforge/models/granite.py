@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 from bmforge.nn import BlockSpec
 
 __all__ = ["Granite", "GraniteConfig"]
@@ -41,7 +41,7 @@ class GraniteConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "granite"
     heads: ClassVar[dict[str, Head]] = llama_heads("Granite", classifiers=())
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         attn_bias="attention_bias",
         mlp_bias="mlp_bias",
         embed_scale="embedding_multiplier",

@@ -183,7 +183,7 @@ class AutoModel:
                 if family.config_class.opens(raw):
                     return family
         kind = str(raw.get("model_type"))
-        if backend != "native" and _transformers_library().supports(kind):
+        if backend != "native" and _transformers_library().is_supported_type(kind):
             return _transformers_model()
         raise ConfigError(_describe_unknown(kind, raw, backend))
 

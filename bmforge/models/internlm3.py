@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 
 __all__ = ["InternLM3", "InternLM3Config"]
 
@@ -23,7 +23,7 @@ class InternLM3Config(LlamaLikeConfig):
 
     family: ClassVar[str] = "internlm3"
     heads: ClassVar[dict[str, Head]] = llama_heads("Llama", "transformer.", alias="InternLM3")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         head_dim="head_dim", attn_bias="attention_bias", mlp_bias="mlp_bias"
     )
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig
-from bmforge.models.rules import TensorCut, whole_attention
+from bmforge.models.rules import TensorParallelRule, whole_attention
 from bmforge.models.sizes import LayerSizes
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, RopeSpec
@@ -141,9 +141,9 @@ class Latent(LlamaLike):
         )
         return replace(block, attn=attn)
 
-    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+    def tensor_parallel_rules(self) -> tuple[TensorParallelRule, ...]:
         """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
-        return whole_attention(super().tensor_cuts())
+        return whole_attention(super().tensor_parallel_rules())
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names."""

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, preset_size, renamed
+from bmforge.models.llama_like import (
+    LlamaLike,
+    LlamaLikeConfig,
+    llama_heads,
+    llama_names_with,
+    preset_size,
+)
 
 __all__ = ["Llama", "LlamaConfig"]
 
@@ -41,7 +47,7 @@ class LlamaConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "llama"
     heads: ClassVar[dict[str, Head]] = llama_heads("Llama", question_prefix="transformer.")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         head_dim="head_dim", attn_bias="attention_bias", mlp_bias="mlp_bias"
     )
     presets: ClassVar[dict[str, dict[str, Any]]] = {

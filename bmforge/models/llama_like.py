@@ -27,7 +27,7 @@ __all__ = [
     "llama_heads",
     "llama_rules",
     "preset_size",
-    "renamed",
+    "llama_names_with",
     "rules_with_norms",
 ]
 
@@ -56,7 +56,7 @@ def preset_size(hidden: int, intermediate: int, layers: int, heads: int, kv: int
     return dict(zip(names, (hidden, intermediate, layers, heads, kv), strict=True))
 
 
-def renamed(**names: str) -> dict[str, str]:
+def llama_names_with(**names: str) -> dict[str, str]:
     """Return a copy of `LLAMA_NAMES` with some names replaced or added."""
     return {**LLAMA_NAMES, **names}
 

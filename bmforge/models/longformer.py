@@ -15,7 +15,7 @@ from bmforge.models.encoder import EncoderModel, EncoderSpec, encoder_block
 from bmforge.models.encoder_config import EncoderConfig, encoder_size
 from bmforge.models.heads import Head
 from bmforge.models.roberta import roberta_heads
-from bmforge.models.stack import differing
+from bmforge.models.stack import find_differing_layers
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn.window_mask import build_window_mask
@@ -124,7 +124,7 @@ class Longformer(EncoderModel):
         blocks = [encoder_block(config, global_tokens=True, window=w) for w in config.windows]
         spec = EncoderSpec(
             blocks[0],
-            differing(blocks[0], blocks),
+            find_differing_layers(blocks[0], blocks),
             position_offset=config.position_offset,
             embed_dropout=config.dropout,
             classifier_dropout=config.dropout,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, preset_size, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_names_with, preset_size
 from bmforge.nn import BlockSpec
 
 __all__ = ["MiniCPM", "MiniCPMConfig", "same_longrope"]
@@ -80,7 +80,7 @@ class MiniCPMConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "minicpm"
     heads: ClassVar[dict[str, Head]] = _minicpm_heads()
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         embed_scale="scale_emb",
         depth_scale="scale_depth",
         base_hidden_size="dim_model_base",

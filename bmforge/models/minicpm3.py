@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from bmforge.models.heads import Head
 from bmforge.models.latent import LATENT_NAMES, Latent, LatentConfig
 from bmforge.models.llama import llama_heads
-from bmforge.models.llama_like import renamed
+from bmforge.models.llama_like import llama_names_with
 from bmforge.models.minicpm import MiniCPM, same_longrope
 
 __all__ = ["MiniCPM3", "MiniCPM3Config"]
@@ -36,7 +36,7 @@ class MiniCPM3Config(LatentConfig):
 
     family: ClassVar[str] = "minicpm3"
     heads: ClassVar[dict[str, Head]] = llama_heads("MiniCPM3", classifiers=("sequence",))
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         **LATENT_NAMES,
         embed_scale="scale_emb",
         depth_scale="scale_depth",

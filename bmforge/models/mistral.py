@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 
 __all__ = ["Mistral", "MistralConfig"]
 
@@ -38,7 +38,9 @@ class MistralConfig(LlamaLikeConfig):
     family: ClassVar[str] = "mistral"
     model_types: ClassVar[tuple[str, ...]] = ("mistral", "ministral")
     heads: ClassVar[dict[str, Head]] = llama_heads("Mistral", alias="Ministral")
-    hf_names: ClassVar[dict[str, str]] = renamed(head_dim="head_dim", model_type="model_type")
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
+        head_dim="head_dim", model_type="model_type"
+    )
     hf_defaults: ClassVar[dict[str, Any]] = {"num_kv_heads": 8}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "mistral-7b-v0.1": {"window": 4096},

@@ -14,12 +14,12 @@ from bmforge.models.heads import Head
 from bmforge.models.llama_like import (
     LlamaLikeConfig,
     llama_heads,
+    llama_names_with,
     llama_rules,
     preset_size,
-    renamed,
 )
 from bmforge.models.sizes import LayerSizes, feed_sizes
-from bmforge.models.stack import differing
+from bmforge.models.stack import find_differing_layers
 from bmforge.models.weights import WeightRule
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, MoESpec, NormSpec
 
@@ -55,7 +55,7 @@ class MixtralConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "mixtral"
     heads: ClassVar[dict[str, Head]] = llama_heads("Mixtral")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         head_dim="head_dim",
         num_experts="num_local_experts",
         experts_per_token="num_experts_per_tok",
@@ -147,7 +147,7 @@ class Mixtral(CausalLM):
         ]
         spec = DecoderSpec(
             blocks[0],
-            differing(blocks[0], blocks),
+            find_differing_layers(blocks[0], blocks),
             rope=config.rope_spec(),
             padding_id=config.pad_token_id,
             balance_weight=config.router_aux_loss_coef if config.output_router_logits else None,

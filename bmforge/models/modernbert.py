@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from bmforge.models.encoder import EncoderModel, EncoderSpec
 from bmforge.models.encoder_config import EncoderConfig
 from bmforge.models.heads import Head
-from bmforge.models.stack import differing
+from bmforge.models.stack import find_differing_layers
 from bmforge.models.traits import Traits
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import AttentionSpec, BlockSpec, MLPSpec, NormSpec, RopeSpec
@@ -220,7 +220,7 @@ class ModernBert(EncoderModel):
         ]
         spec = EncoderSpec(
             block,
-            differing(block, specs),
+            find_differing_layers(block, specs),
             rope=ropes[0],
             local_rope=ropes[1],
             embed_dropout=config.dropout,

@@ -15,11 +15,11 @@ from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
     llama_heads,
+    llama_names_with,
     preset_size,
-    renamed,
     rules_with_norms,
 )
-from bmforge.models.rules import TensorCut, whole_attention
+from bmforge.models.rules import TensorParallelRule, whole_attention
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec, NormSpec
 
@@ -41,7 +41,7 @@ class OLMo2Config(LlamaLikeConfig):
 
     family: ClassVar[str] = "olmo2"
     heads: ClassVar[dict[str, Head]] = llama_heads("Olmo2", classifiers=("sequence",))
-    hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(attn_bias="attention_bias")
     # transformers' default, which no published checkpoint uses.
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -81,7 +81,7 @@ class OLMo3Config(LocalRotaryConfig):
     default_theta: ClassVar[float] = 500000.0
     default_local_theta: ClassVar[float] = 500000.0
     heads: ClassVar[dict[str, Head]] = llama_heads("Olmo3", classifiers=("sequence",))
-    hf_names: ClassVar[dict[str, str]] = renamed(attn_bias="attention_bias")
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(attn_bias="attention_bias")
     hf_defaults: ClassVar[dict[str, Any]] = {"norm_eps": 1e-5}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "olmo-3-7b": {
@@ -120,9 +120,9 @@ class OLMo2(LlamaLike):
         attn = replace(block.attn, qk_norm=NormSpec("rms", config.norm_eps), qk_norm_whole=True)
         return replace(block, attn=attn, norm_place="output")
 
-    def tensor_cuts(self) -> tuple[TensorCut, ...]:
+    def tensor_parallel_rules(self) -> tuple[TensorParallelRule, ...]:
         """Return the tensor-parallel plan: MLP, embedding and head; attention is replicated."""
-        return whole_attention(super().tensor_cuts())
+        return whole_attention(super().tensor_parallel_rules())
 
     def weight_rules(self) -> list[WeightRule]:
         """Map parameter names to transformers' names; norms follow the sublayers."""

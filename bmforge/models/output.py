@@ -23,7 +23,7 @@ class ModelOutput(NamedTuple):
         encoder_hidden_states: hidden states of the encoder, if requested
         router_logits: one (B * T, E) tensor per layer with experts
         aux_loss: scalar, the unweighted load-balancing loss; `loss` includes it with its weight
-        carry: activations for the next pipeline stage; all other fields are then None
+        stage_outputs: activations for the next pipeline stage; all other fields are then None
     """
 
     loss: Tensor | None = None
@@ -37,4 +37,4 @@ class ModelOutput(NamedTuple):
     encoder_hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
     aux_loss: Tensor | None = None
-    carry: tuple[Tensor, ...] | None = None
+    stage_outputs: tuple[Tensor, ...] | None = None

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head, classifier_heads
-from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, renamed
+from bmforge.models.llama_like import LlamaLike, PartialRotaryConfig, llama_names_with
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
 
@@ -33,7 +33,7 @@ class PhiConfig(PartialRotaryConfig):
         **classifier_heads("Phi", "score", "score", "", sequence_bias=False),
         "none": Head("PhiModel", prefix=""),
     }
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         norm_eps="layer_norm_eps", embed_dropout="embd_pdrop", dropout="resid_pdrop"
     )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"qk_layernorm": (False, None)}

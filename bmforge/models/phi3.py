@@ -15,9 +15,9 @@ from bmforge.models.llama_like import (
     PartialRotaryConfig,
     gate_up_rules,
     llama_heads,
+    llama_names_with,
     llama_rules,
     preset_size,
-    renamed,
 )
 from bmforge.models.weights import WeightRule
 from bmforge.nn import BlockSpec
@@ -37,7 +37,7 @@ class Phi3Config(PartialRotaryConfig):
 
     family: ClassVar[str] = "phi3"
     heads: ClassVar[dict[str, Head]] = llama_heads("Phi3", classifiers=("sequence", "token"))
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         dropout="resid_pdrop", original_seq_len="original_max_position_embeddings"
     )
     # transformers' code uses neither field.

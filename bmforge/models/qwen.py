@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from bmforge.errors import ConfigError
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 from bmforge.nn import BlockSpec
 
 __all__ = ["Qwen", "QwenConfig"]
@@ -55,7 +55,7 @@ class QwenConfig(LlamaLikeConfig):
     family: ClassVar[str] = "qwen2"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
     heads: ClassVar[dict[str, Head]] = llama_heads("Qwen2", "transformer.", alias="Qwen3")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         model_type="model_type", head_dim="head_dim", attn_bias="attention_bias"
     )
     presets: ClassVar[dict[str, dict[str, Any]]] = {

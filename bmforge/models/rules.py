@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["LayoutRules", "TensorCut", "default_cuts", "whole_attention"]
+__all__ = ["LayoutRules", "TensorParallelRule", "default_tensor_parallel_rules", "whole_attention"]
 
 
 @dataclass(frozen=True)
-class TensorCut:
+class TensorParallelRule:
     """Tensor-parallel style of all modules whose names match a glob.
 
     Args:
@@ -54,7 +54,7 @@ class LayoutRules:
 
     zero_units: tuple[str, ...] = ("layers.*",)
     recompute_units: tuple[str, ...] = ("layers.*",)
-    tensor_parallel: tuple[TensorCut, ...] = ()
+    tensor_parallel: tuple[TensorParallelRule, ...] = ()
     stacks: tuple[str, ...] = ("layers",)
     pipeline_first: tuple[str, ...] = ("embed*", "project_in")
     pipeline_last: tuple[str, ...] = (
@@ -108,13 +108,13 @@ _STYLES = {
 }
 
 
-def default_cuts(
+def default_tensor_parallel_rules(
     names: Iterable[str],
     num_heads: int,
     num_kv_heads: int,
     without: Iterable[str] = (),
     differing: Mapping[str, tuple[int, int]] | None = None,
-) -> tuple[TensorCut, ...]:
+) -> tuple[TensorParallelRule, ...]:
     """Return the tensor-parallel plan for a model with canonical module names.
 
     A position bias that layers with different numbers of heads share is replicated, because a rank
@@ -129,8 +129,8 @@ def default_cuts(
     """
     units = {"heads": num_heads, "kv_heads": num_kv_heads, "": 0}
     excluded, differing = set(without), differing or {}
-    plan: dict[str, TensorCut] = {}
-    single: dict[str, TensorCut] = {}
+    plan: dict[str, TensorParallelRule] = {}
+    single: dict[str, TensorParallelRule] = {}
     for name in names:
         before, _, last = name.rpartition(".")
         if last not in _STYLES or last in excluded:
@@ -141,9 +141,9 @@ def default_cuts(
         style = "head_norm" if differing and style == "bias" else style
         glob = f"**.{last}" if before else last
         glob = name if last == "decoder" else glob
-        plan[glob] = TensorCut(glob, style, 0 if style == "head_norm" else units[unit])
+        plan[glob] = TensorParallelRule(glob, style, 0 if style == "head_norm" else units[unit])
         if unit and before in differing:
-            single[name] = TensorCut(name, style, differing[before][unit == "kv_heads"])
+            single[name] = TensorParallelRule(name, style, differing[before][unit == "kv_heads"])
     return (*plan.values(), *single.values())
 
 
@@ -151,11 +151,11 @@ def default_cuts(
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks", "prefix")
 
 
-def whole_attention(cuts: tuple[TensorCut, ...]) -> tuple[TensorCut, ...]:
+def whole_attention(rules: tuple[TensorParallelRule, ...]) -> tuple[TensorParallelRule, ...]:
     """Return a tensor-parallel plan in which attention is replicated."""
-    last_names = [cut.glob.rpartition(".")[2] for cut in cuts]
+    last_names = [rule.glob.rpartition(".")[2] for rule in rules]
     return tuple(
-        TensorCut(cut.glob, "whole") if name == "attn" else cut
-        for name, cut in zip(last_names, cuts, strict=True)
+        TensorParallelRule(rule.glob, "whole") if name == "attn" else rule
+        for name, rule in zip(last_names, rules, strict=True)
         if name not in _ATTENTION_PARTS
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 from bmforge.nn import BlockSpec
 
 __all__ = ["SeedOss", "SeedOssConfig"]
@@ -25,7 +25,7 @@ class SeedOssConfig(LlamaLikeConfig):
 
     family: ClassVar[str] = "seed_oss"
     heads: ClassVar[dict[str, Head]] = llama_heads("SeedOss", question_prefix="transformer.")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         head_dim="head_dim",
         attn_bias="attention_bias",
         out_bias="attention_out_bias",

@@ -143,7 +143,7 @@ class Seq2Seq(Model):
             target = self._shift(input_ids, labels)
         encoder_span, decoder_span = span_of(self.encoder.layers), self._decoder_span()
         if encoder_span.first:
-            x, y = (*self.arrived, None)[:2]
+            x, y = (*self.stage_inputs, None)[:2]
         else:
             source_pair = (input_ids, inputs_embeds) if source is None else (None, None)
             x, y = self._embed(source_pair, (target, target_embeds))
@@ -153,7 +153,7 @@ class Seq2Seq(Model):
             source = ModelOutput(last_hidden_state=x, hidden_states=states)
         source = source or ModelOutput(last_hidden_state=x)
         if encoder_span.last < encoder_span.total or (decoder_span.total and not decoder_span.last):
-            return ModelOutput(carry=(x,) if y is None else (x, y))
+            return ModelOutput(stage_outputs=(x,) if y is None else (x, y))
         if head == "encoder":
             return source
         if head == "token_classification":
@@ -163,7 +163,7 @@ class Seq2Seq(Model):
         )
         assert out.last_hidden_state is not None
         if decoder_span.last < decoder_span.total:
-            return ModelOutput(carry=(x, out.last_hidden_state))
+            return ModelOutput(stage_outputs=(x, out.last_hidden_state))
         if head == "sequence_to_sequence":
             return self._predict(out, labels, num_items_in_batch, logits_to_keep, logits_at)
         if head == "question_answering":
@@ -318,7 +318,7 @@ class Seq2Seq(Model):
         parts = ("encoder",) if self.decoder is None else ("encoder", "decoder")
         stacks = tuple(f"{part}.layers" for part in parts)
         units = tuple(f"{stack}.*" for stack in stacks)
-        return LayoutRules(units, units, self.tensor_cuts(), stacks)
+        return LayoutRules(units, units, self.tensor_parallel_rules(), stacks)
 
 
 def shift_right(ids: Tensor, start: int, padding: int) -> Tensor:

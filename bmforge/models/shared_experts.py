@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_names_with
 from bmforge.models.mixtral import expert_rules
 from bmforge.models.sizes import LayerSizes, feed_sizes
 from bmforge.models.weights import WeightRule, linear_rules
@@ -25,7 +25,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 # Config fields of these families -> transformers' names.
-SHARED_EXPERT_NAMES = renamed(
+SHARED_EXPERT_NAMES = llama_names_with(
     num_experts="n_routed_experts",
     experts_per_token="num_experts_per_tok",
     expert_size="moe_intermediate_size",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from bmforge.models.causal_lm import DecoderSpec
 from bmforge.models.heads import Head
-from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, renamed
+from bmforge.models.llama_like import LlamaLike, LlamaLikeConfig, llama_heads, llama_names_with
 
 __all__ = ["SmolLM3", "SmolLM3Config"]
 
@@ -32,7 +32,7 @@ class SmolLM3Config(LlamaLikeConfig):
     family: ClassVar[str] = "smollm3"
     default_theta: ClassVar[float] = 2e6
     heads: ClassVar[dict[str, Head]] = llama_heads("SmolLM3", question_prefix="transformer.")
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         attn_bias="attention_bias", mlp_bias="mlp_bias", unrotated_every="no_rope_layer_interval"
     )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {"use_sliding_window": (False, None)}

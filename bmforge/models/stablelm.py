@@ -14,8 +14,8 @@ from bmforge.models.llama_like import (
     LlamaLike,
     PartialRotaryConfig,
     llama_heads,
+    llama_names_with,
     llama_rules,
-    renamed,
 )
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
@@ -34,7 +34,9 @@ class StableLMConfig(PartialRotaryConfig):
     family: ClassVar[str] = "stablelm"
     default_part: ClassVar[float] = 0.25
     heads: ClassVar[dict[str, Head]] = llama_heads("StableLm", classifiers=("sequence", "token"))
-    hf_names: ClassVar[dict[str, str]] = renamed(norm_eps="layer_norm_eps", qkv_bias="use_qkv_bias")
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
+        norm_eps="layer_norm_eps", qkv_bias="use_qkv_bias"
+    )
     hf_required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("qk_layernorm", "use_parallel_residual"), (False, None)),
         "hidden_dropout": (0, 0.0),

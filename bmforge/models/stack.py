@@ -20,7 +20,7 @@ __all__ = [
     "StackSpec",
     "build_layers",
     "check_ids",
-    "differing",
+    "find_differing_layers",
     "expert_names",
     "find_block",
     "find_heads",
@@ -52,7 +52,7 @@ def span_of(layers: Stack) -> Span:
     return layers.span or Span(0, len(layers), len(layers))
 
 
-def differing(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
+def find_differing_layers(block: BlockSpec, specs: Iterable[BlockSpec]) -> dict[int, BlockSpec]:
     """Return a dict from layer index to spec, for the specs that differ from `block`."""
     return {layer: spec for layer, spec in enumerate(specs) if spec != block}
 

@@ -11,9 +11,9 @@ from bmforge.models.llama_like import (
     LlamaLike,
     LlamaLikeConfig,
     llama_heads,
+    llama_names_with,
     llama_rules,
     preset_size,
-    renamed,
 )
 from bmforge.models.weights import WeightRule, linear_rules
 from bmforge.nn import BlockSpec, NormSpec
@@ -35,7 +35,7 @@ class Starcoder2Config(LlamaLikeConfig):
     family: ClassVar[str] = "starcoder2"
     has_gate: ClassVar[bool] = False
     heads: ClassVar[dict[str, Head]] = llama_heads("Starcoder2", classifiers=("sequence", "token"))
-    hf_names: ClassVar[dict[str, str]] = renamed(
+    hf_names: ClassVar[dict[str, str]] = llama_names_with(
         norm_eps="norm_epsilon",
         bias="use_bias",
         embed_dropout="embedding_dropout",

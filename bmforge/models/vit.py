@@ -267,7 +267,11 @@ class ViT(Model):
         """
         self._check_images(pixel_values, interpolate_pos_encoding)
         span = span_of(self.layers)
-        x = self.arrived[0] if span.first else self._embed(pixel_values, interpolate_pos_encoding)
+        x = (
+            self.stage_inputs[0]
+            if span.first
+            else self._embed(pixel_values, interpolate_pos_encoding)
+        )
         mask = None
         if attention_mask is not None:
             if attention_mask.shape != x.shape[:2]:
@@ -278,7 +282,7 @@ class ViT(Model):
             mask = attention_mask.bool()[:, None, None]
         x, states = run_layers(self.layers, x, {None: mask}, output_hidden_states)
         if span.last < span.total:
-            return ModelOutput(carry=(x,))
+            return ModelOutput(stage_outputs=(x,))
         x = self.norm(x)
         out = ModelOutput(
             last_hidden_state=x, hidden_states=tuple(states) if output_hidden_states else None

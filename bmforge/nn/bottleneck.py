@@ -150,7 +150,7 @@ class Bottleneck(AdapterModule):
         h: (..., ins) -> (..., outs)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "part"})
 
     def __init__(
         self,
@@ -221,7 +221,9 @@ class Bottleneck(AdapterModule):
 class BottleneckInput(AdapterModule):
     """Stores the input of a module until the parallel adapter of a later module reads it."""
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "part", "column", "key_value", "row"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset(
+        {"", "part", "column", "key_value", "row"}
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,7 @@ class BiasAdapter(AdapterModule):
         returns (C,)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset(
+    sharding_styles: ClassVar[frozenset[str]] = frozenset(
         {"", "column", "key_value", "head", "part", "head_norm"}
     )
 
@@ -75,7 +75,7 @@ class ScaleAdapter(AdapterModule):
     def __init__(self, width: int, into: bool, like: Tensor) -> None:
         super().__init__()
         self.on_input = into  # type: ignore[misc]
-        self.cut_styles = frozenset(  # type: ignore[misc]
+        self.sharding_styles = frozenset(  # type: ignore[misc]
             {"", "row", "column", "key_value"} if into else {"", "column", "key_value", "part"}
         )
         self.weight = nn.Parameter(torch.empty(width, dtype=like.dtype, device=like.device))

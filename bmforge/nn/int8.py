@@ -91,11 +91,11 @@ class _GroupedProduct(torch.autograd.Function):
         return grouped_linear(grads[0], matrices.transpose(1, 2), ends), None, None, None
 
 
-def _note_rows(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
-    return TensorNote(Derived(base, shape, _rows_only), cuts, trains=False)
+def _note_rows(base: str, shape: tuple[int, ...], shard_dims: Mapping[str, int]) -> TensorNote:
+    return TensorNote(Derived(base, shape, _rows_only), shard_dims, trains=False)
 
 
-def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> TensorNote:
+def _note_scales(base: str, shape: tuple[int, ...], shard_dims: Mapping[str, int]) -> TensorNote:
     """Return the initialization and sharding of the scales.
 
     Scales are sharded like the rows, and replicated if the columns are sharded.
@@ -103,9 +103,9 @@ def _note_scales(base: str, shape: tuple[int, ...], cuts: Mapping[str, int]) -> 
     Args:
         base: name of the unquantized weight.
         shape: shape of this weight.
-        cuts: see `TensorNote`.
+        shard_dims: see `TensorNote`.
     """
-    return TensorNote(Derived(base, shape, _scales_only), cuts, trains=False)
+    return TensorNote(Derived(base, shape, _scales_only), shard_dims, trains=False)
 
 
 _BY_ROWS = dict.fromkeys(
@@ -232,8 +232,8 @@ class Int8Experts(Experts):
                 continue
             shape, is_last = tuple(getattr(self, key).shape), key == "down_proj"
             notes[key] = _note_rows(key, shape, {"experts": 2 if is_last else 1})
-            cuts = {} if is_last else {"experts": 1}
-            notes[f"{key}_scale"] = _note_scales(key, shape, cuts)
+            shard_dims = {} if is_last else {"experts": 1}
+            notes[f"{key}_scale"] = _note_scales(key, shape, shard_dims)
         return notes
 
 

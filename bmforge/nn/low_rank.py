@@ -41,9 +41,9 @@ class LowRankOptions:
         rank: rank R of the update.
         alpha: numerator of the scale alpha / R; None means a scale of 1.
         dropout: dropout probability of the input, in training.
-        root_scale: use the scale alpha / sqrt(R) (rsLoRA).
-        magnitude: train the norm of every row of the adapted weight (DoRA); linear layers only.
-        bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `magnitude`.
+        use_rslora: use the scale alpha / sqrt(R) (rsLoRA).
+        use_dora: train the norm of every row of the adapted weight (DoRA); linear layers only.
+        bias: train a bias of `up` (`lora_bias` in PEFT); linear layers only, not with `use_dora`.
         ranks: dict from module name glob to rank; overrides `rank`.
         alphas: dict from module name glob to alpha; overrides `alpha`.
         trainable_token_indices: dict from the name of an embedding or head to the ids of tokens
@@ -53,8 +53,8 @@ class LowRankOptions:
     rank: int
     alpha: float | None = None
     dropout: float = 0.0
-    root_scale: bool = False
-    magnitude: bool = False
+    use_rslora: bool = False
+    use_dora: bool = False
     bias: bool = False
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class LowRankOptions:
             raise ConfigError(f"dropout={self.dropout} must be at least 0 and below 1.")
         if alpha is None:
             return 1.0
-        return alpha / (math.sqrt(rank) if self.root_scale else rank)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -125,7 +125,7 @@ def build_low_rank(name: str, module: nn.Module, options: LowRankOptions) -> Ada
     return LowRank.for_module(module, options)
 
 
-# Styles of `models.TensorCut` that shard a linear layer by its outputs or inputs.
+# Styles of `models.TensorParallelRule` that shard a linear layer by its outputs or inputs.
 _BY_OUTPUTS = ("column", "key_value", "own_column", "gathered_column")
 _BY_INPUTS = ("row", "split_row")
 _LINEAR_STYLES = (*_BY_OUTPUTS, *_BY_INPUTS)
@@ -144,7 +144,9 @@ class LowRank(AdapterModule):
         x: (..., in) -> (..., out)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "head", "shared_tail", *_LINEAR_STYLES})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset(
+        {"", "head", "shared_tail", *_LINEAR_STYLES}
+    )
 
     def __init__(
         self, in_features: int, out_features: int, options: LowRankOptions, like: Tensor
@@ -157,11 +159,11 @@ class LowRank(AdapterModule):
         self.bias = self.magnitude = None
         if options.bias:
             self.bias = nn.Parameter(torch.empty(out_features, **like_options))
-        if options.magnitude:
+        if options.use_dora:
             self.magnitude = nn.Parameter(torch.empty(out_features, **like_options))
         # A bias cannot be added to an output that is still to be all-reduced.
-        if options.bias or options.magnitude:
-            self.cut_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
+        if options.bias or options.use_dora:
+            self.sharding_styles = frozenset({"", *_BY_OUTPUTS})  # type: ignore[misc]
 
     @classmethod
     def for_module(cls, module: nn.Module, options: LowRankOptions) -> LowRank:
@@ -180,16 +182,16 @@ class LowRank(AdapterModule):
                 "a low-rank adapter needs a linear layer, but the target is a "
                 f"{type(module).__name__}. Choose other targets."
             )
-        if options.magnitude:
+        if options.use_dora:
             from bmforge.nn.dora import check_layer  # few models use DoRA
 
             check_layer(module)
-        if options.magnitude and options.bias:
-            raise ConfigError("magnitude and bias cannot be used together. Leave one of them out.")
-        if (options.magnitude or options.bias) and getattr(module, "applies_adapters", False):
+        if options.use_dora and options.bias:
+            raise ConfigError("use_dora and bias cannot be used together. Leave one of them out.")
+        if (options.use_dora or options.bias) and getattr(module, "applies_adapters", False):
             raise ConfigError(
-                "magnitude and bias are not supported on the head of a language model. Leave "
-                "magnitude and bias out, or choose other targets."
+                "use_dora and bias are not supported on the head of a language model. Leave "
+                "use_dora and bias out, or choose other targets."
             )
         return cls(*sizes, options, find_like(module))
 
@@ -273,15 +275,15 @@ class EmbeddingLowRank(LowRank):
         ids: (...) -> (..., D)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
 
     @classmethod
     def for_module(cls, module: nn.Module, options: LowRankOptions) -> EmbeddingLowRank:
         """Build the LoRA module of an embedding; see `LowRank.for_module`."""
         table: Any = module
-        if options.magnitude or options.bias or options.dropout:
+        if options.use_dora or options.bias or options.dropout:
             raise ConfigError(
-                "magnitude, bias and dropout are not supported on an embedding. Leave these "
+                "use_dora, bias and dropout are not supported on an embedding. Leave these "
                 "options out, or choose other targets."
             )
         return cls(table.num_embeddings, table.embedding_dim, options, find_like(table))
@@ -310,7 +312,7 @@ class ExpertsLowRank(AdapterModule):
         like: tensor with the dtype and device to use.
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "experts"})
 
     def __init__(
         self,
@@ -332,9 +334,9 @@ class ExpertsLowRank(AdapterModule):
     def for_module(cls, experts: nn.Module, options: LowRankOptions) -> ExpertsLowRank:
         """Build the LoRA module of stacked experts; see `LowRank.for_module`."""
         module: Any = experts
-        if options.magnitude or options.bias:
+        if options.use_dora or options.bias:
             raise ConfigError(
-                "magnitude and bias are not supported on stacked experts. Leave magnitude and "
+                "use_dora and bias are not supported on stacked experts. Leave use_dora and "
                 "bias out, or choose other targets."
             )
         return cls(module.stack_sizes(), options, find_like(experts))

@@ -50,12 +50,12 @@ class PackedStore(nn.Module):
     Attributes:
         spec: quantization scheme.
         like: empty tensor with the dtype and device of the model.
-        uncut_reason: reason why tensor parallelism cannot shard the module, for error messages.
+        unsharded_reason: reason why tensor parallelism cannot shard the module, for error messages.
     """
 
     spec: QuantSpec
     like: Tensor
-    uncut_reason = (
+    unsharded_reason = (
         "packed weights are stored in panels of rows, which tensor parallelism cannot "
         'shard; store these layers as int8 rows instead (change "int8"), or use tp=1'
     )

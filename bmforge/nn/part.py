@@ -62,13 +62,13 @@ class TensorNote:
     Args:
         initial: initial values: "zeros", "ones", "numbers" (0, 1, 2, ...), the standard deviation
             of N(0, std^2), or a `Derived` source.
-        cuts: mapping from sharding style of the module (see `models.TensorCut`) to the sharded dim
-            of this tensor. With other styles the tensor is replicated.
+        shard_dims: mapping from sharding style of the module (see `models.TensorParallelRule`) to
+            the sharded dim of this tensor. With other styles the tensor is replicated.
         trains: True if training may change the tensor.
     """
 
     initial: str | float | Derived
-    cuts: Mapping[str, int] = field(default_factory=dict)
+    shard_dims: Mapping[str, int] = field(default_factory=dict)
     trains: bool = True
 
 
@@ -92,8 +92,8 @@ class AdapterModule(nn.Module):
     """Base class of adapters: modules attached to a base module.
 
     Attributes:
-        cut_styles: supported sharding styles of the base module (see `models.TensorCut`); ""
-            means replicated.
+        sharding_styles: supported sharding styles of the base module (see
+            `models.TensorParallelRule`); "" means replicated.
         saved_alone: True if the adapter's tensors can be saved without the base model.
         on_input: True if the adapter changes the base module's input (by `change_input`).
         is_delta: True if the adapter was attached to an existing model, whose files do not
@@ -102,7 +102,7 @@ class AdapterModule(nn.Module):
             disables the adapter.
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({""})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({""})
     saved_alone: ClassVar[bool] = True
     on_input: ClassVar[bool] = False
     is_delta: bool = False

@@ -33,7 +33,14 @@ from bmforge.nn.prefix import KeyValuePrefix
 from bmforge.nn.prompt import ExtraEmbeddings
 from bmforge.nn.token_rows import TOKENS_SLOT, attach_token_rows_
 
-__all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name"]
+__all__ = ["PART_KINDS", "Kind", "NoOptions", "add_parts_", "refuse_name", "rename_options"]
+
+# Names of options in adapter directories and configs of earlier versions -> names in PEFT.
+_RENAMED_OPTIONS = {
+    "magnitude": "use_dora",
+    "root_scale": "use_rslora",
+    "train_also": "modules_to_save",
+}
 
 
 @dataclass(frozen=True)
@@ -300,3 +307,8 @@ PART_KINDS: Mapping[str, Kind] = {
     ),
     "prompt": Kind(LengthOptions, put_prompts_, "trained rows after the token embedding"),
 }
+
+
+def rename_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return adapter options that were read from a file, under their current names."""
+    return {_RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}

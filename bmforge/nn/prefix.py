@@ -74,15 +74,15 @@ class KeyValuePrefix(nn.Module):
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         """Return the tensors' initialization and sharding (along the key-value heads)."""
-        cuts = {"key_value": 0}
+        shard_dims = {"key_value": 0}
         if not self.inner:
-            return dict.fromkeys(("key", "value"), TensorNote(self.std, cuts))
+            return dict.fromkeys(("key", "value"), TensorNote(self.std, shard_dims))
         spread = self.inner**-0.5
         notes = {"rows": TensorNote(1.0), "mid_weight": TensorNote(spread)}
         notes["mid_bias"] = TensorNote("zeros")
         for what in ("key", "value"):
-            notes[f"{what}_weight"] = TensorNote(self.std * spread, cuts)
-            notes[f"{what}_bias"] = TensorNote("zeros", cuts)
+            notes[f"{what}_weight"] = TensorNote(self.std * spread, shard_dims)
+            notes[f"{what}_bias"] = TensorNote("zeros", shard_dims)
         return notes
 
     def forward(self) -> Pair:

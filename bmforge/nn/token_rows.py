@@ -36,7 +36,7 @@ class TokenRows(AdapterModule):
         as an embedding: ids (...) -> (..., D); as a head: x (..., D) -> (..., V)
     """
 
-    cut_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
+    sharding_styles: ClassVar[frozenset[str]] = frozenset({"", "embedding"})
 
     def __init__(self, indices: tuple[int, ...], width: int, like: Tensor) -> None:
         super().__init__()

@@ -21,10 +21,9 @@ from bmforge.parallel.expert import expert_problems
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.master_weights import master_weight_problems
 from bmforge.parallel.parameters import parameter_problems
-from bmforge.parallel.pipeline.schedules import problems as schedule_problems
-from bmforge.parallel.pipeline.schedules import smallest_schedule
+from bmforge.parallel.pipeline.schedules import schedule_problems, smallest_schedule
 from bmforge.parallel.pipeline.stages import PipelineRules, StageAssignment, plan_cutting
-from bmforge.parallel.tensor.cuts import Cut, find_cuts, tensor_problems
+from bmforge.parallel.tensor.sharding import ShardingRule, match_sharding_rules, tensor_problems
 from bmforge.records import Unit, UnitRules, find_units
 
 __all__ = ["Division", "Rules", "find_division", "plan_pipeline", "step_problems"]
@@ -37,7 +36,7 @@ class Rules(PipelineRules, UnitRules, Protocol):
     """
 
     @property
-    def tensor_parallel(self) -> tuple[Cut, ...]:
+    def tensor_parallel(self) -> tuple[ShardingRule, ...]:
         """Sharding style of each module to shard by tensor parallelism."""
 
 
@@ -46,7 +45,7 @@ class Division:
     """Validated plan of `parallelize`: sharding units and styles, pipeline stages, precision."""
 
     units: tuple[Unit, ...]
-    styles: dict[str, Cut]
+    styles: dict[str, ShardingRule]
     stacks: list[nn.Module]
     cutting: StageAssignment | None
     stage_ranks: tuple[int, ...]
@@ -131,21 +130,21 @@ def find_division(
 
 def _check_blocks(
     model: nn.Module, layout: Layout, rules: Rules | None, problems: list[str]
-) -> tuple[dict[str, Cut], list[nn.Module]]:
+) -> tuple[dict[str, ShardingRule], list[nn.Module]]:
     """Return the tensor-parallel styles and the stacks of blocks; append errors to `problems`."""
-    cuts: tuple[Cut, ...] = ()
+    sharding_rules: tuple[ShardingRule, ...] = ()
     stacks: list[nn.Module] = []
     if rules is not None and (layout.tp > 1 or layout.cp > 1):
-        cuts = rules.tensor_parallel
+        sharding_rules = rules.tensor_parallel
         stacks = [model.get_submodule(name) for name in rules.stacks]
     refusal = getattr(rules, "tensor_refusal", "") if layout.tp > 1 else ""
     if refusal:
         wrong = [f"tp={layout.tp}: {type(model).__name__} cannot be sharded: {refusal}"]
     else:
-        wrong = tensor_problems(model, cuts, layout.tp)
+        wrong = tensor_problems(model, sharding_rules, layout.tp)
     problems += wrong
     problems += context_problems(model, stacks, layout.cp, layout.cp_method, layout.tp)
-    return {} if wrong or layout.tp == 1 else find_cuts(model, cuts), stacks
+    return {} if wrong or layout.tp == 1 else match_sharding_rules(model, sharding_rules), stacks
 
 
 def plan_pipeline(
@@ -166,10 +165,10 @@ def plan_pipeline(
             "pipeline stages"
         )
         return None, ()
-    if not hasattr(model, "arrived"):
+    if not hasattr(model, "stage_inputs"):
         problems.append(
-            f"pp={layout.pp}: {type(model).__name__} has no attribute `arrived`, which "
-            "holds a stage's input from the previous stage; add `arrived = ()` to the class"
+            f"pp={layout.pp}: {type(model).__name__} has no attribute `stage_inputs`, which "
+            "holds a stage's input from the previous stage; add `stage_inputs = ()` to the class"
         )
     name, per_rank = layout.pp_schedule, layout.pp_stages_per_rank
     schedule = smallest_schedule(name, layout.pp, per_rank)

@@ -238,12 +238,12 @@ def _dispatch_far(
         # The host needs both lists: one transfer, and one wait for the device.
         sent, received = torch.stack((counts, arriving)).view(2, -1, num_local).sum(2).tolist()
         # Rows without an expert come last and are not sent.
-        arrived = exchange_rows(rows[: sum(sent)], group, sent, received)
+        received_rows = exchange_rows(rows[: sum(sent)], group, sent, received)
         # Arrived rows are ordered by source process, then by expert, so they are dispatched once
         # more.
         numbers = torch.arange(num_local, device=x.device).repeat(group.size())
         numbers = numbers.repeat_interleave(arriving, output_size=sum(received))
-        outputs = inner(arrived, numbers.unsqueeze(1), num_local, run).squeeze(1)
+        outputs = inner(received_rows, numbers.unsqueeze(1), num_local, run).squeeze(1)
         back = exchange_rows(outputs, group, received, sent)
         # Rows that were not sent, those without an expert, get zeros.
         return F.pad(back, (0, 0, 0, rows.shape[0] - back.shape[0]))

@@ -32,7 +32,7 @@ from bmforge.parallel.master_weights import upcast_trained_
 from bmforge.parallel.parameters import make_contiguous_
 from bmforge.parallel.pipeline.model import PipelinedModel
 from bmforge.parallel.pipeline.stages import StageAssignment, drop_the_rest_
-from bmforge.parallel.tensor.cuts import apply_tensor_parallel_
+from bmforge.parallel.tensor.sharding import apply_tensor_parallel_
 from bmforge.parallel.zero import apply_zero_, refuse_calls_outside_
 from bmforge.records import parallel_record_of
 from bmforge.surgery import copy_to_meta

@@ -215,7 +215,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
             "anyway. Remove freeze_base."
         )
     kind, options = KINDS[chosen.kind], chosen.options()
-    option_names = {*PART_KINDS[kind.kind].options.__dataclass_fields__, *kind.peft_options}
+    option_names = set(PART_KINDS[kind.kind].options.__dataclass_fields__)
     for name in options:
         if name not in option_names:
             raise ConfigError(
@@ -238,7 +238,7 @@ def attach_adapter(model: nn.Module, config: Any) -> Delta | None:
         model,
         name=ADAPTER_NAME,
         exclude=chosen.exclude_modules,
-        train_also=saved_modules,
+        modules_to_save=saved_modules,
         seed=config.seed,
         **options,
     )

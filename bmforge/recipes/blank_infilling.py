@@ -24,7 +24,7 @@ from bmforge.parallel import World
 from bmforge.recipes.inputs.document_segments import DocumentSegments, open_segments, open_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig, open_examples
 from bmforge.recipes.run import Launch, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.recipes.spans import count_spans, divide
+from bmforge.recipes.spans import count_spans, divide_randomly
 from bmforge.tokenizers import GLMTokenizer
 
 __all__ = ["BlankConfig", "cut_blanks", "train_blanks"]
@@ -93,8 +93,8 @@ def cut_blanks(
         cut = min(max(cut, 1), len(ids) - 1)
         return [list(ids[:-cut])], [list(ids[-cut:])]
     noise, spans = count_spans(len(ids), config.noise_density, config.mean_span_length)
-    lengths = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
-    gone = divide(noise, spans, derive_key(*seed, "cut"))
+    lengths = divide_randomly(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    gone = divide_randomly(noise, spans, derive_key(*seed, "cut"))
     edges = [0]
     for keep, drop in zip(lengths, gone, strict=True):
         edges += [edges[-1] + keep, edges[-1] + keep + drop]

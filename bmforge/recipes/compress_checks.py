@@ -15,8 +15,8 @@ from bmforge.compress.distill.answers import TeacherAnswers, fingerprint_vocabul
 from bmforge.compress.matrices import find_matrices
 from bmforge.compress.phases import PHASES, Phase
 from bmforge.compress.prune.plan import blocks_of
+from bmforge.compress.prune.sparsifier import check_pattern
 from bmforge.compress.prune.structure_config import requested_sizes
-from bmforge.compress.prune.zeros import check_pattern
 from bmforge.compress.quantize import quantize
 from bmforge.errors import ConfigError, DataError
 from bmforge.gguf_header import is_gguf

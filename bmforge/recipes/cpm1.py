@@ -31,7 +31,7 @@ from bmforge.recipes.inputs.examples import ExampleConfig, iter_held_out, open_e
 from bmforge.recipes.inputs.skipped_data import log_skipped
 from bmforge.recipes.inputs.splitting import refuse_split
 from bmforge.recipes.run import Launch, Results, RunConfig, RunResult, TrainingData, run_recipe
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers import CPM1Tokenizer
 from bmforge.train import EvalResult
 
@@ -289,7 +289,7 @@ def _measure_accuracy(
 ) -> float:
     """Return the fraction of questions whose correct index has the highest logit."""
     counts = torch.zeros(2, dtype=torch.float64, device=rows.device)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for ids, labels in ((b["input_ids"], b["labels"]) for b in batches):
             for row, label_row in zip(ids.to(rows.device), labels.to(rows.device), strict=True):
                 answered = label_row != IGNORE_INDEX

@@ -39,7 +39,7 @@ __all__ = [
     "T5SpansConfig",
     "corrupt_spans",
     "count_spans",
-    "divide",
+    "divide_randomly",
     "find_sentinels",
     "train_spans",
 ]
@@ -132,8 +132,8 @@ def corrupt_spans(
         mean_length: mean span length in tokens.
     """
     noise, spans = count_spans(len(ids), density, mean_length)
-    lengths = divide(len(ids) - noise, spans, derive_key(*seed, "kept"))
-    cut = divide(noise, spans, derive_key(*seed, "cut"))
+    lengths = divide_randomly(len(ids) - noise, spans, derive_key(*seed, "kept"))
+    cut = divide_randomly(noise, spans, derive_key(*seed, "cut"))
     source: list[int] = []
     target: list[int] = []
     at = 0
@@ -144,7 +144,7 @@ def corrupt_spans(
     return source, [*target, sentinels[spans]]
 
 
-def divide(total: int, parts: int, key: bytes) -> list[int]:
+def divide_randomly(total: int, parts: int, key: bytes) -> list[int]:
     """Divide `total` into `parts` random positive integers, determined by `key`."""
     cuts = permute(np.arange(parts - 1), max(total - 1, 1), key) + 1
     return [b - a for a, b in pairwise([0, *sorted(cuts.tolist()), total])]

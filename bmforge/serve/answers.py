@@ -26,7 +26,7 @@ __all__ = [
     "chat_choice",
     "chat_finish",
     "chat_logprobs",
-    "event",
+    "encode_event",
     "finish_name",
     "join_logprobs",
     "usage_of",
@@ -38,7 +38,7 @@ _LEAST = -9999.0  # JSON cannot represent -inf
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "length"}
 
 
-def event(value: Any, name: str = "") -> bytes:
+def encode_event(value: Any, name: str = "") -> bytes:
     """Encode one server-sent event, with an event name if the protocol uses names."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     named = f"event: {name}\n" if name else ""

@@ -38,9 +38,9 @@ from bmforge.serve.api_description import describe_api
 from bmforge.serve.auth import ApiKeys, KeysFile
 from bmforge.serve.errors import RequestError, error_response, explain_types
 from bmforge.serve.gate import Gate
+from bmforge.serve.idle_unloading import AnyEngine, IdleUnloadingEngine
 from bmforge.serve.serving import Served, Serving
 from bmforge.serve.settings import ServeConfig
-from bmforge.serve.sleeping import AnyEngine, SleepingEngine
 
 __all__ = ["create_app"]
 
@@ -134,7 +134,7 @@ def _check(
             "allow_runtime_lora_updating needs an admin key. Pass create_app(..., "
             "admin=ApiKeys([KEY]))."
         )
-    if isinstance(engine, SleepingEngine):
+    if isinstance(engine, IdleUnloadingEngine):
         raise ConfigError(
             "allow_runtime_lora_updating cannot be used with unloading of idle models, which "
             "would lose the loaded adapters. Leave one of them out."
@@ -158,7 +158,7 @@ def _check_defaults(model: Any) -> None:
 
 async def _let_sleep(engine: AnyEngine) -> None:
     """Periodically unload the engine if it is idle."""
-    while isinstance(engine, SleepingEngine):
+    while isinstance(engine, IdleUnloadingEngine):
         await asyncio.sleep(_LOOK_S)
         try:
             await run_in_threadpool(engine.unload_if_idle)

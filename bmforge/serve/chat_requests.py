@@ -27,7 +27,7 @@ from bmforge.serve.engine_options import (
     longest_answer,
     to_options,
 )
-from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.errors import RequestError, overload_error
 from bmforge.serve.live_requests import LiveRequest
 from bmforge.serve.media import fetch_images
 from bmforge.serve.openai_types import ChatRequest
@@ -98,7 +98,7 @@ async def received_pieces(
     """
     async for item in live.pieces():
         if item is not None and item[1].finish_reason == "cancelled":
-            raise overloaded("the server is stopping.", serving.config.timeouts.grace_s)
+            raise overload_error("the server is stopping.", serving.config.timeouts.grace_s)
         yield item
     serving.metrics.note_answers(live.completions(), live.key)
 

@@ -15,10 +15,10 @@ from bmforge.infer.openbmb.chat import ChatConfig, join_history
 from bmforge.infer.processor import find_processor
 from bmforge.logging import get_logger
 from bmforge.serve.errors import RequestError
+from bmforge.serve.idle_unloading import AnyEngine
 from bmforge.serve.message_types import Message
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.settings import ServeConfig
-from bmforge.serve.sleeping import AnyEngine
 from bmforge.serve.thoughts import find_thought_marks, opens_thought
 from bmforge.serve.tool_formats import FORMATS, find_format
 from bmforge.serve.tools import ToolUse

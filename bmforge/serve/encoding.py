@@ -18,7 +18,7 @@ from torch import Tensor
 from bmforge.errors import BmforgeError, ConfigError, DataError, ShapeError
 from bmforge.infer.engine.encode import encode_text
 from bmforge.serve.engine_options import check_size, longest_prompt, row_tokens
-from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.errors import RequestError, overload_error
 from bmforge.serve.http_json import GONE, StrictRoute
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.live_requests import GoneError, unless_gone
@@ -65,9 +65,11 @@ async def finish_task(
                 f"the request was not finished within {serving.config.timeouts.request_s:g} s, "
                 "including the time in the queue. Send less input, or retry later."
             )
-            raise overloaded(reason, _RETRY_S) from error
+            raise overload_error(reason, _RETRY_S) from error
         except _StoppedError as error:
-            raise overloaded("the server is stopping.", serving.config.timeouts.grace_s) from error
+            raise overload_error(
+                "the server is stopping.", serving.config.timeouts.grace_s
+            ) from error
         except (ConfigError, DataError, ShapeError) as error:
             raise RequestError(str(error), code="invalid_value") from error
         except BmforgeError as error:

@@ -11,6 +11,7 @@ from bmforge.infer import GenerationConfig
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve.errors import RequestError
+from bmforge.serve.idle_unloading import AnyEngine
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.openai_types import (
     ChatRequest,
@@ -20,7 +21,6 @@ from bmforge.serve.openai_types import (
     StructuredOutputs,
 )
 from bmforge.serve.settings import RequestLimits
-from bmforge.serve.sleeping import AnyEngine
 
 __all__ = [
     "check_limits",

@@ -18,7 +18,7 @@ __all__ = [
     "error_body",
     "error_response",
     "explain_types",
-    "overloaded",
+    "overload_error",
     "renaming_fields",
 ]
 
@@ -79,7 +79,7 @@ def renaming_fields(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def overloaded(message: str, retry_after_s: float, status: int = 503) -> RequestError:
+def overload_error(message: str, retry_after_s: float, status: int = 503) -> RequestError:
     """Return the error for a request that the client may retry later."""
     headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     code = "rate_limit_exceeded" if status == 429 else "overloaded"

@@ -11,7 +11,7 @@ from bmforge.serve.answers import (
     TextLogprobs,
     chat_finish,
     chat_logprobs,
-    event,
+    encode_event,
     finish_name,
     usage_of,
 )
@@ -36,7 +36,7 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
 
     def part(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return event(head.as_json([{**choice, **more}], **usage.as_json()))
+        return encode_event(head.as_json([{**choice, **more}], **usage.as_json()))
 
     for index in range(body.count):
         yield part(index, {"role": "assistant", "content": ""})
@@ -61,10 +61,10 @@ async def chat_events(chat: RunningChat) -> AsyncIterator[bytes]:
             if piece.finish_reason is not None:
                 yield part(index, {}, chat_finish(piece.finish_reason, reading.has_calls))
     except RequestError as error:
-        yield event(error_body(error))
+        yield encode_event(error_body(error))
         return
     if body.wants_usage:
-        yield event(head.as_json([], usage=usage_of(chat.live.completions(), chat.span)))
+        yield encode_event(head.as_json([], usage=usage_of(chat.live.completions(), chat.span)))
     yield DONE
 
 
@@ -142,10 +142,10 @@ async def text_events(
                 "finish_reason": None if reason is None else finish_name(reason),
             }
             if piece.text or logprobs or reason:
-                yield event(head.as_json([choice], **usage.as_json()))
+                yield encode_event(head.as_json([choice], **usage.as_json()))
     except RequestError as error:
-        yield event(error_body(error))
+        yield encode_event(error_body(error))
         return
     if body.wants_usage:
-        yield event(head.as_json([], usage=usage_of(live.completions())))
+        yield encode_event(head.as_json([], usage=usage_of(live.completions())))
     yield DONE

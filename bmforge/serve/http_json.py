@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from bmforge.serve.errors import RequestError, explain_types, overloaded
+from bmforge.serve.errors import RequestError, explain_types, overload_error
 from bmforge.serve.serving import client_of, serving_of
 from bmforge.serve.settings import BodyLimits
 from bmforge.serve.strict_json import parse_json
@@ -77,7 +77,7 @@ class StrictRequest(Request):
             async with asyncio.timeout(wait_s):
                 await serving.bodies.reserve(client_of(self), size)
         except TimeoutError:
-            raise overloaded(
+            raise overload_error(
                 "the server is receiving other large requests. Retry later.", wait_s
             ) from None
         self._reserved = size

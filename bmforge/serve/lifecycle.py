@@ -27,10 +27,10 @@ from bmforge.serve.adapter_registry import LoadAdapter
 from bmforge.serve.app import create_app
 from bmforge.serve.auth import load_admin_key, load_keys
 from bmforge.serve.connection import DeadlineProtocol
+from bmforge.serve.idle_unloading import AnyEngine
 from bmforge.serve.pauses import short_pauses
 from bmforge.serve.serving import Serving
 from bmforge.serve.settings import MAX_HEAD_BYTES, ServeConfig, is_loopback
-from bmforge.serve.sleeping import AnyEngine
 
 __all__ = ["GracefulServer", "bind_address", "make_server", "serve"]
 

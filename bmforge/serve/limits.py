@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.errors import RequestError, overload_error
 from bmforge.serve.settings import ServeConfig
 
 __all__ = ["Admission", "check_at_most"]
@@ -68,9 +68,9 @@ class Admission:
     def _check(self, key: str, count: int) -> None:
         limits = self._limits
         if self.is_closing:
-            raise overloaded("the server is stopping.", self._grace_s)
+            raise overload_error("the server is stopping.", self._grace_s)
         if self._by_key.get(key, 0) + count > limits.max_requests_per_key:
-            raise overloaded(
+            raise overload_error(
                 (
                     f"this client may have at most {limits.max_requests_per_key} requests running "
                     "or waiting. Send fewer requests, or retry later."
@@ -79,7 +79,7 @@ class Admission:
                 429,
             )
         if self.count + count > limits.max_requests:
-            raise overloaded(
+            raise overload_error(
                 f"this server accepts at most {limits.max_requests} requests running or waiting. "
                 "Retry later.",
                 _RETRY_S,
@@ -92,7 +92,7 @@ class Admission:
         left, since = self._left.get(key, (float(most), now))
         left = min(float(most), left + (now - since) * most / _MINUTE_S)
         if left < 1 - _ROUNDING:
-            raise overloaded(
+            raise overload_error(
                 f"this client sent more than {most} requests within a minute. Retry later.",
                 (1 - left) * _MINUTE_S / most,
                 429,

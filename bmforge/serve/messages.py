@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from bmforge.infer.engine.request import Completion
-from bmforge.serve.answers import event, usage_of
+from bmforge.serve.answers import encode_event, usage_of
 from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, anthropic_error, renaming_fields
 from bmforge.serve.http_json import GONE, EventStream, StrictRoute
@@ -186,7 +186,7 @@ async def _events(chat: RunningChat, body: MessagesRequest) -> AsyncIterator[byt
     """Yield the server-sent events of a streamed message."""
 
     def send(value: dict[str, Any]) -> bytes:
-        return event(value, value["type"])
+        return encode_event(value, value["type"])
 
     started = {"input_tokens": len(chat.prompt.ids), "output_tokens": 0}
     yield send({"type": "message_start", "message": _head(body, started)})

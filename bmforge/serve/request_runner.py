@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from bmforge.errors import BmforgeError
 from bmforge.infer.engine.request import Completion
 from bmforge.infer.engine.request import Request as EngineRequest
-from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.errors import RequestError, overload_error
 from bmforge.serve.live_requests import GoneError, LiveRequest, unless_gone
 from bmforge.serve.metrics import TokenTimes
 from bmforge.serve.serving import Serving
@@ -83,5 +83,5 @@ async def whole_answers(
     if any(
         answer.finish_reason == "cancelled" for completions in answers for answer in completions
     ):
-        raise overloaded("the server is stopping.", serving.config.timeouts.grace_s)
+        raise overload_error("the server is stopping.", serving.config.timeouts.grace_s)
     return answers

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from bmforge.serve.answers import event, usage_of
+from bmforge.serve.answers import encode_event, usage_of
 from bmforge.serve.chat_requests import RunningChat, open_chat, read_prompt
 from bmforge.serve.errors import RequestError, error_body, renaming_fields
 from bmforge.serve.events import PULSE
@@ -122,7 +122,7 @@ async def _events(chat: RunningChat, head: dict[str, Any]) -> AsyncIterator[byte
     def send(kind: str, **fields: Any) -> bytes:
         nonlocal number
         number += 1
-        return event({"type": kind, "sequence_number": number - 1, **fields}, kind)
+        return encode_event({"type": kind, "sequence_number": number - 1, **fields}, kind)
 
     yield send("response.created", response=head)
     yield send("response.in_progress", response=head)

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from bmforge.infer.engine.constraint import Constraint
 from bmforge.serve import schema_check
-from bmforge.serve.errors import RequestError, overloaded
+from bmforge.serve.errors import RequestError, overload_error
 from bmforge.serve.limits import check_at_most
 from bmforge.serve.settings import SchemaLimits
 from bmforge.serve.strict_json import json_depth
@@ -100,7 +100,7 @@ class RuleChecker:
             async with asyncio.timeout(limits.schema_s), own_turn, self._turns:
                 return await self._run(rule)
         except TimeoutError:
-            raise overloaded(
+            raise overload_error(
                 "too many constraints are waiting to be compiled. Retry later.", limits.schema_s
             ) from None
 

@@ -44,7 +44,7 @@ class Served:
 
     Args:
         name: name in requests.
-        engine: an `Engine` or a `SleepingEngine`.
+        engine: an `Engine` or an `IdleUnloadingEngine`.
         abilities: kinds of requests that the model supports: "chat", "completions", "documents",
             "embeddings", "pairs" (scores of text pairs by a cross-encoder), "transcriptions".
         delta: adapter of the engine's model; None for the base model.

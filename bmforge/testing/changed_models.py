@@ -23,13 +23,13 @@ __all__ = [
     "list_stored",
     "low_rank_everywhere",
     "merge_parts_",
-    "resized",
+    "resize_changes",
     "run_step_of",
     "zero_removed_units_",
     "randomize_parts_",
     "stored_as_int8",
     "value_of",
-    "widen",
+    "to_float64",
 ]
 
 _RANK = 2
@@ -38,7 +38,7 @@ _PARTS_BESIDE = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 _STORED = ("k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
-def resized(model: nn.Module) -> list[Change]:
+def resize_changes(model: nn.Module) -> list[Change]:
     """Return a `Change` per stack that halves the heads and MLP width of its last block.
 
     Heads are not halved if one norm is over all heads, because its mean square would change,
@@ -90,7 +90,7 @@ def stored_as_int8(model: nn.Module) -> Change:
     return Change("int8", tuple(names))
 
 
-def widen(batch: Batch) -> dict[str, Tensor]:
+def to_float64(batch: Batch) -> dict[str, Tensor]:
     """Return the batch with its floating-point tensors converted to float64."""
     return {n: t.double() if t.is_floating_point() else t for n, t in batch.items()}
 
@@ -98,7 +98,7 @@ def widen(batch: Batch) -> dict[str, Tensor]:
 def change_everything(model: Any) -> tuple[Change, ...]:
     """Return `Change`s of every kind for a model: resized layers, LoRA and int8 weights."""
     narrowed = copy.deepcopy(model)
-    for change in resized(model):
+    for change in resize_changes(model):
         narrowed.change_(change)
     parts, rows = low_rank_everywhere(narrowed), stored_as_int8(narrowed)
     return *narrowed.config.changes, parts, rows

@@ -26,11 +26,11 @@ from bmforge.testing.changed_models import (
     low_rank_everywhere,
     merge_parts_,
     randomize_parts_,
-    resized,
+    resize_changes,
     run_step_of,
     stored_as_int8,
+    to_float64,
     value_of,
-    widen,
     zero_removed_units_,
 )
 from bmforge.testing.layouts import check_suite, train_and_save
@@ -92,7 +92,7 @@ class ChangedSuite(SuiteBase):
         """A narrower model has the loss of the full model with zeros in the removed weights."""
         model, batch = self._doubled(tiny)
         full_model = copy.deepcopy(model)
-        for change in resized(tiny):
+        for change in resize_changes(tiny):
             model.change_(change)
         zero_removed_units_(full_model, model)
         got, want = run_step_of(model, batch), run_step_of(full_model, batch)
@@ -146,7 +146,7 @@ class ChangedSuite(SuiteBase):
         """A model with LoRA, int8 and resized layers compiles to one graph; results are equal."""
         torch.compiler.reset()
         model = self.model_class.from_config(changed, dtype=torch.float64)
-        batch = widen(self.make_inputs(model))
+        batch = to_float64(self.make_inputs(model))
         batch |= make_labels(model, batch)
         want = run_step_of(model, batch)
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -242,5 +242,5 @@ class ChangedSuite(SuiteBase):
     def _doubled(self, tiny: Model) -> tuple[Any, Batch]:
         """Return a float64 copy of the model and a batch for it."""
         model = copy.deepcopy(tiny).double()
-        batch = widen(self.make_inputs(model))
+        batch = to_float64(self.make_inputs(model))
         return model, batch | make_labels(model, batch)

@@ -27,7 +27,7 @@ from bmforge.nn.packed_store import PackedStore
 from bmforge.surgery import persistent_tensors
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed_models import list_outputs, widen
+from bmforge.testing.changed_models import list_outputs, to_float64
 from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
@@ -155,7 +155,7 @@ class CompressSuite(SuiteBase):
         dense = self.fat().eval().double()
         sparse = copy.deepcopy(dense)
         every = replace(_EXPERTS, share=1.0)
-        inputs = widen(self.make_inputs(dense))
+        inputs = to_float64(self.make_inputs(dense))
         compress(sparse, CompressConfig(moefy=every), batches=[inputs]).finish_()
         want, got = (list_outputs(model(**inputs)) for model in (dense, sparse))
         assert_close({name: got[name] for name in want}, want)

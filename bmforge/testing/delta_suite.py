@@ -15,7 +15,7 @@ from bmforge.models import Model, ModelConfig
 from bmforge.nn.latent_attention import LatentAttention
 from bmforge.testing.batches import Batch, make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed_models import run_step_of, widen
+from bmforge.testing.changed_models import run_step_of, to_float64
 from bmforge.testing.layouts import check_suite
 from bmforge.testing.suite_base import SuiteBase, stream_all_blocks_
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
@@ -76,7 +76,7 @@ class DeltaSuite(SuiteBase):
     ) -> Model:
         """Check that an adapter can be attached, trained, detached and saved; return the model."""
         model: Any = copy.deepcopy(tiny).double()
-        batch = widen(self.make_inputs(model))
+        batch = to_float64(self.make_inputs(model))
         batch |= make_labels(model, batch)
         before = run_step_of(model, batch)["loss"]
         delta = build(model)
@@ -161,7 +161,7 @@ class DeltaSuite(SuiteBase):
     def test_delta_rows(self, tiny: Model) -> None:
         """Each sample of a batch uses the adapter that is selected for this sample."""
         model: Any = copy.deepcopy(tiny).double()
-        inputs = widen(self.make_inputs(model))
+        inputs = to_float64(self.make_inputs(model))
         for seed, name in enumerate("ab"):
             _randomize_(Adapter(model, name=name, width=3), seed)
         want = []

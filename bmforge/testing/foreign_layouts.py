@@ -226,15 +226,15 @@ def compare_stages(directory: Path) -> str:
     wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     total = len(list(foreign.get_submodule(structure.stacks[0]).children()))
-    arrived: tuple[Tensor, ...] = ()
+    stage_inputs: tuple[Tensor, ...] = ()
     outputs = []
     for span in (Span(0, total // 2, total), Span(total // 2, total, total)):
-        modules = stage_modules(foreign, foreign, structure, split_points, span, arrived)
+        modules = stage_modules(foreign, foreign, structure, split_points, span, stage_inputs)
         outputs.append(run_stage(modules, run))
         if not span.first:
-            arrived = (outputs[0].detach().requires_grad_(),)
+            stage_inputs = (outputs[0].detach().requires_grad_(),)
     outputs[1].backward()
-    outputs[0].backward(arrived[0].grad)
+    outputs[0].backward(stage_inputs[0].grad)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for name, expected in wanted.items():
         gradient = gradients.get(name, torch.zeros_like(expected))

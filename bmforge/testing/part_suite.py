@@ -9,7 +9,7 @@ from torch import nn
 
 from bmforge.nn.part import AdapterModule, Derived, tensor_notes
 from bmforge.nn.random_init import init_from_note_
-from bmforge.parallel.tensor.cuts import CUT_DIMS
+from bmforge.parallel.tensor.sharding import SHARD_DIMS
 
 __all__ = ["check_part"]
 
@@ -28,12 +28,14 @@ def check_part(part: nn.Module) -> None:
     assert set(notes) <= saved, f"notes refer to missing tensors: {set(notes) - saved}"
     if isinstance(part, AdapterModule):
         assert not plain, f"tensors have no notes: {plain}"
-        unknown = part.cut_styles - set(CUT_DIMS) - {""}
+        unknown = part.sharding_styles - set(SHARD_DIMS) - {""}
         assert not unknown, f"unknown sharding styles: {unknown}"
     for key, note in notes.items():
         tensor = own[key]
-        assert set(note.cuts) <= set(CUT_DIMS), f"{key} has unknown sharding styles"
-        assert all(0 <= d < tensor.dim() for d in note.cuts.values()), f"{key} lacks a sharded dim"
+        assert set(note.shard_dims) <= set(SHARD_DIMS), f"{key} has unknown sharding styles"
+        assert all(0 <= d < tensor.dim() for d in note.shard_dims.values()), (
+            f"{key} lacks a sharded dim"
+        )
         assert note.trains or not tensor.requires_grad, f"{key} is frozen but requires a gradient"
         assert not note.trains or tensor.is_floating_point(), (
             f"{key} is trained but is not floating-point"

@@ -17,7 +17,7 @@ from bmforge.nn.quantized import PackedStore, QuantizedExperts
 from bmforge.surgery import match_names, persistent_tensors
 from bmforge.testing.batches import make_labels
 from bmforge.testing.capability import capability
-from bmforge.testing.changed_models import list_outputs, run_step_of, widen
+from bmforge.testing.changed_models import list_outputs, run_step_of, to_float64
 from bmforge.testing.changed_suite import ChangedSuite
 from bmforge.testing.tolerance import assert_close, assert_equal_trees
 
@@ -55,7 +55,7 @@ class QuantizedSuite(ChangedSuite):
         plain: Any = copy.deepcopy(wide).double()
         spec = replace(PRESETS[scheme], activations="float")
         model: Any = quantize_(copy.deepcopy(plain), spec)
-        batch = widen(self.make_inputs(model))
+        batch = to_float64(self.make_inputs(model))
         batch |= make_labels(model, batch)
         got = run_step_of(model, batch)
         want = run_step_of(dequantized_twin(plain, model), batch)

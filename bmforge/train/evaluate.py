@@ -20,7 +20,7 @@ from bmforge.parallel import (
     reshard_,
     sum_over_axes,
 )
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.train.objective import (
     Batch,
     LossAndMetrics,
@@ -83,7 +83,7 @@ def evaluate(
     mesh = mesh or mesh_of(model)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     metrics = metric_sums_of(objective)
-    with evaluating(model), leave_out_balance(model):
+    with eval_mode(model), leave_out_balance(model):
         for batch in batches:
             moved: dict[str, Tensor] = {name: value.to(device) for name, value in batch.items()}
             (ready,) = prepare_batches(objective, model, [moved])

@@ -351,7 +351,7 @@ def test_a_reference_of_a_trained_base_is_refused() -> None:
     with pytest.raises(ConfigError, match="no adapter is trained"):
         adapter_off(model, batch)
     model = make_model()
-    Lora(model, targets=["attn.q_proj"], rank=2, train_also=["norm"])
+    Lora(model, targets=["attn.q_proj"], rank=2, modules_to_save=["norm"])
     with pytest.raises(ConfigError, match=r"norm\.weight is trained too"):
         adapter_off(model, batch)
 

@@ -205,7 +205,7 @@ def test_an_attribute_set_on_a_tensor_is_found(lines: str) -> None:
     [
         "def f(model): model.mesh, model.prefetch = 1, 2",
         "def f(model):\n  target: Any = model\n  target.precision = p",
-        "def f(self): self.model.arrived = ()",
+        "def f(self): self.model.stage_inputs = ()",
         'def f(self): setattr(self._root if x else model, "mesh", 1) or setattr(model, "mesh", 1)',
     ],
 )

@@ -263,7 +263,7 @@ def test_one_of_several_processes_leaves_at_once() -> None:
     """What would abort while the interpreter ends does not; what was to be done at the end is."""
     program = (
         "import atexit, os, threading\n"
-        "from bmforge.__main__ import leave\n"
+        "from bmforge.__main__ import exit_process\n"
         "class Fragile:\n"
         "    def __del__(self, abort=os.abort): abort()\n"
         "kept = Fragile()\n"
@@ -272,7 +272,7 @@ def test_one_of_several_processes_leaves_at_once() -> None:
         "    sum(range(10_000_000))\n"
         "    print('written')\n"
         "threading.Thread(target=work).start()\n"
-        "leave(3)\n"
+        "exit_process(3)\n"
     )
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}
     cases = ((alone, -signal.SIGABRT), ({**alone, "RANK": "1"}, 3))

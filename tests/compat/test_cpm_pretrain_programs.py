@@ -242,7 +242,7 @@ def test_layers_of_a_pipeline() -> None:
     with pytest.raises(ConfigError, match="layer 1 is 7"):
         PipelineModule([Scale(1.0), 7])  # type: ignore[list-item]
     model.layers.span = (0, 2, 5)  # type: ignore[assignment]
-    assert model(torch.tensor(1.0)).carry == (torch.tensor(3.0),)
+    assert model(torch.tensor(1.0)).stage_outputs == (torch.tensor(3.0),)
     model.layers["1"] = PipelineModule([lambda x: (x, None)])
     with pytest.raises(ShapeError, match="NoneType"):
         model(torch.tensor(1.0))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmforge.compress import rounding
 from bmforge.compress.matrices import find_matrices
-from bmforge.compress.prune import PruneConfig, Zeros
+from bmforge.compress.prune import PruneConfig, Sparsifier
 from bmforge.compress.quantize import FakeQuantize, QuantizeConfig, int8_linear
 from bmforge.compress.quantize.int8_product import multiply_int8
 from bmforge.compress.rounding import (
@@ -254,13 +254,13 @@ def test_zeros_and_integers_together(training: Any, scheme: str) -> None:
     """Trained with both, in either order of attaching: the zeros are zeros in the packed model."""
     for first in (0, 1):
         model = llama()
-        zeros = Zeros(PruneConfig(pattern="2:4"))
+        sparsifier = Sparsifier(PruneConfig(pattern="2:4"))
         integers = FakeQuantize(QuantizeConfig(scheme=scheme, training=training))
-        for method in (zeros, integers)[:: 1 - 2 * first]:
+        for method in (sparsifier, integers)[:: 1 - 2 * first]:
             method.attach_(model)
         gone = {m.name: m.read() == 0 for m in find_matrices(model)}
         train(model)
-        assert zeros.finish_(model)["share"] == 0.5
+        assert sparsifier.finish_(model)["share"] == 0.5
         integers.finish_(model)
         for name, mask in gone.items():
             assert torch.equal(model.get_submodule(name).dense(torch.float32)[mask].unique(), ZERO)

@@ -13,7 +13,7 @@ from small_models import gpt2, hf_bert, hf_gpt2, llama, logits, mixtral, texts
 from torch import Tensor, nn
 
 from bmforge.compress.matrices import find_matrices
-from bmforge.compress.prune import PruneConfig, Zeros, keep_zeros, prune
+from bmforge.compress.prune import PruneConfig, Sparsifier, keep_zeros, prune
 from bmforge.compress.prune.calibrated import prune_sparsegpt
 from bmforge.compress.prune.masks import cubic_share
 from bmforge.compress.prune.select import mask_matrix
@@ -43,15 +43,17 @@ def muon(parameters: Any) -> torch.optim.Optimizer:
     return Muon([p for p in parameters if p.dim() == 2], lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, zeros: Zeros | None = None) -> None:
+def train(
+    model: nn.Module, optimizer: Any, steps: int, sparsifier: Sparsifier | None = None
+) -> None:
     model.train()
     for step, ids in enumerate(texts(steps, seed=7), 1):
         out = model(input_ids=ids, labels=ids)
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if zeros is not None:
-            zeros.after_step_(model, step)
+        if sparsifier is not None:
+            sparsifier.after_step_(model, step)
     model.eval()
 
 
@@ -90,13 +92,13 @@ LONG = pytest.mark.long
 )
 def test_zeros_stay_zeros(build: Callable[[], nn.Module], optimizer: Any) -> None:
     model = build()
-    zeros = prune(model, PruneConfig(pattern="2:4"))
+    sparsifier = prune(model, PruneConfig(pattern="2:4"))
     before = [m.read().clone() for m in find_matrices(model)]
     train(model, optimizer(model.parameters()), 50)  # nobody puts them back
     for old, matrix in zip(before, find_matrices(model), strict=True):
         assert torch.equal(old == 0, matrix.read() == 0)
         assert not torch.equal(old, matrix.read())
-    facts = zeros.finish_(model)
+    facts = sparsifier.finish_(model)
     assert facts["share"] == 0.5
     assert all(not wrappers_of(module) for module in model.modules())
 
@@ -106,8 +108,8 @@ def test_the_gradient_is_the_masked_one() -> None:
     plain = gpt2().double()
     prune(plain).finish_(plain)
     model = copy.deepcopy(plain)
-    zeros = Zeros(PruneConfig())
-    zeros.attach_(model)
+    sparsifier = Sparsifier(PruneConfig())
+    sparsifier.attach_(model)
     ids = texts()[0]
     for one in (plain, model):
         one(input_ids=ids, labels=ids).loss.backward()
@@ -143,7 +145,7 @@ def test_a_schedule(method: Any, scope: Any) -> None:
     config = PruneConfig(
         method=method, scope=scope, sparsity=0.6, begin_step=4, steps=12, every_steps=3
     )
-    zeros = prune(model, config)
+    sparsifier = prune(model, config)
     assert set(shares(model)) == {0.0}
     optimizer = adamw(model.parameters())
     weights = sum(m.read().numel() for m in find_matrices(model))
@@ -153,14 +155,14 @@ def test_a_schedule(method: Any, scope: Any) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        zeros.after_step_(model, step)
+        sparsifier.after_step_(model, step)
         now = [m.read() == 0 for m in find_matrices(model)]
         last = min(16, step - (step - 4) % 3) if step >= 4 else 0
         want = cubic_share(last, 4, 12, 0.6)
         assert sum(int(z.sum()) for z in now) / weights == pytest.approx(want, abs=0.02)
         assert all(bool(new[old].all()) for old, new in zip(gone, now, strict=False))
         gone = now
-    assert zeros.state_dict() == {"share": pytest.approx(0.6)}
+    assert sparsifier.state_dict() == {"share": pytest.approx(0.6)}
 
 
 def test_global_takes_the_smallest_of_all() -> None:
@@ -189,13 +191,13 @@ def test_movement_takes_what_moves_to_zero() -> None:
     """One weight grows, one shrinks, as many as are told: those that shrank go."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     config = PruneConfig(method="movement", where=("*",), steps=4, every_steps=4)
-    zeros = prune(model, config)
+    sparsifier = prune(model, config)
     with torch.no_grad():
         for step in range(1, 5):
             for layer in model:
                 layer.weight[:2] *= 1.1
                 layer.weight[2:] *= 0.9
-            zeros.after_step_(model, step)
+            sparsifier.after_step_(model, step)
     for layer in model:
         assert (layer.weight[2:] == 0).all()
         assert (layer.weight[:2] != 0).all()
@@ -205,16 +207,16 @@ def test_resumed_zeros_are_the_mask() -> None:
     """A run that is loaded into fresh objects holds the zeros it finds, whatever momentum says."""
     model = gpt2()
     config = PruneConfig(sparsity=0.5, steps=4, every_steps=2)
-    zeros = prune(model, config)
+    sparsifier = prune(model, config)
     optimizer = adamw(model.parameters())
-    train(model, optimizer, 4, zeros)
+    train(model, optimizer, 4, sparsifier)
     fresh = gpt2()
     again = prune(fresh, config)
     fresh.load_state_dict(model.state_dict())
     other = adamw(fresh.parameters())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    again.load_state_dict(zeros.state_dict())
-    train(model, optimizer, 5, zeros)
+    again.load_state_dict(sparsifier.state_dict())
+    train(model, optimizer, 5, sparsifier)
     train(fresh, other, 5, again)
     assert set(shares(fresh)) == {0.5}
     assert_close(dict(fresh.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmforge.compress.prune import PruneConfig, Zeros
+from bmforge.compress.prune import PruneConfig, Sparsifier
 from bmforge.models import GPT2, GPT2Config, Llama, LlamaConfig, init_weights_
 from bmforge.parallel import (
     Layout,
@@ -35,8 +35,8 @@ def build(family: str) -> Any:
 class Loader:
     """Cuts the global batch of every step by process; carries the state of the zeros along."""
 
-    def __init__(self, rank: int, world: int, zeros: Zeros) -> None:
-        self.rank, self.world, self.step, self.zeros = rank, world, 0, zeros
+    def __init__(self, rank: int, world: int, sparsifier: Sparsifier) -> None:
+        self.rank, self.world, self.step, self.sparsifier = rank, world, 0, sparsifier
 
     def __next__(self) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.step)
@@ -46,11 +46,11 @@ class Loader:
         return [{"input_ids": part, "labels": part} for part in mine.split(1)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "zeros": self.zeros.state_dict()}
+        return {"step": self.step, "zeros": self.sparsifier.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.zeros.load_state_dict(state["zeros"])
+        self.sparsifier.load_state_dict(state["zeros"])
 
 
 def run(
@@ -71,22 +71,22 @@ def run(
     """Train with zeros; return every parameter that is here, whole."""
     world = init_distributed()
     model = build(family).to(dtype)
-    zeros = Zeros(config)
-    zeros.attach_(model)
+    sparsifier = Sparsifier(config)
+    sparsifier.attach_(model)
     mesh = build_mesh(layout, world.device)
     parallelize(model, layout, mesh=mesh, precision=precision)
     init_weights_(model, seed=3)
     if at_once:
-        _halve_(model, zeros)
+        _halve_(model, sparsifier)
 
     def go_on(trainer: Trainer, row: Any) -> None:
         if trainer.step == kill_at:
             os._exit(9)
-        zeros.after_step_(trainer.model, trainer.step)
+        sparsifier.after_step_(trainer.model, trainer.step)
 
     trainer = Trainer(
         model,
-        Loader(data_parallel_rank(mesh), data_parallel_size(mesh), zeros),
+        Loader(data_parallel_rank(mesh), data_parallel_size(mesh), sparsifier),
         TrainConfig(
             steps=steps,
             save_every_steps=None if run_dir is None else 5,
@@ -112,9 +112,9 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _halve_(model: Any, zeros: Zeros) -> None:
+def _halve_(model: Any, sparsifier: Sparsifier) -> None:
     """Zeros that a checkpoint would have brought: every second weight, the same on any layout."""
-    for owner, key in zeros._places.values():
+    for owner, key in sparsifier._places.values():
         module = model
         for part in owner.split("."):
             module = None if module is None else module._modules.get(part)

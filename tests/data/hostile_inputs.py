@@ -336,7 +336,7 @@ def _prepare(folder: Path, out: Path) -> dict[str, Any]:
         skip_bad=True,
         mask_private=True,
         rules="none",
-        tidy=("repair", "invisible", "width", "boilerplate", "wrapped"),
+        text_repairs=("repair", "invisible", "width", "boilerplate", "wrapped"),
         near_duplicates=0.8,
         validation_fraction=0.0,
     )

@@ -127,7 +127,11 @@ def test_records_of_earlier_versions_are_read(tmp_path):
 
 def test_records_with_settings_outside_groups_are_read(tmp_path):
     config = PrepareConfig(
-        vocab_size=400, validation_fraction=0, near_duplicates=0.9, tidy=("width",), workers=1
+        vocab_size=400,
+        validation_fraction=0,
+        near_duplicates=0.9,
+        text_repairs=("width",),
+        workers=1,
     )
     inputs = [write(tmp_path / "a.jsonl", TEXTS[:60])]
     prepare(inputs, tmp_path / "out", config)
@@ -136,7 +140,7 @@ def test_records_with_settings_outside_groups_are_read(tmp_path):
     flat = {}
     for name, value in record["settings"].items():
         flat |= value if isinstance(value, dict) and name != "bpe" else {name: value}
-    assert {"near_duplicates", "tidy", "workers", "vocab_size"} <= flat.keys()
+    assert {"near_duplicates", "text_repairs", "workers", "vocab_size"} <= flat.keys()
     path.write_text(tomli_w.dumps(record | {"settings": flat}))
     assert read_record(tmp_path / "out")[0].config == config
     assert prepare(inputs, tmp_path / "out", config).reused

@@ -17,6 +17,7 @@ from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.prepare import journal as journal_module
 from bmforge.data.prepare.documents import read_shard
 from bmforge.data.prepare.funnel import Amount
+from bmforge.data.prepare.record import RECORD_NAME
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 
@@ -63,7 +64,7 @@ def test_repair_comes_before_marks_are_dropped(tmp_path: Path) -> None:
     for text, made in zip([FRENCH, GERMAN], [wrong[1], wrong[2]], strict=True):
         assert ftfy.fix_encoding(made) == text
     report = prepare(
-        write(tmp_path / "in", wrong), tmp_path / "out", replace(CONFIG, tidy=("repair",))
+        write(tmp_path / "in", wrong), tmp_path / "out", replace(CONFIG, text_repairs=("repair",))
     )
     assert [document.text for document in left(tmp_path / "out")] == sound
     assert report.funnel is not None
@@ -79,18 +80,18 @@ def test_chinese_is_converted_and_japanese_is_not(tmp_path: Path) -> None:
     texts = write(tmp_path / "in", [POEM, CHINESE, JAPANESE, NEWS])
     for name, other in (("simplified", "t2s"), ("traditional", "s2t")):
         convert = opencc.OpenCC(other).convert
-        config = replace(CONFIG, tidy=(name,))
+        config = replace(CONFIG, text_repairs=(name,))
         prepare(texts, tmp_path / name, config)
         found = [document.text for document in left(tmp_path / name)]
         assert found == [convert(POEM), convert(CHINESE), JAPANESE, NEWS]
         assert prepare(texts, tmp_path / name, config).reused
 
 
-def test_what_is_tidied_is_normalised_again(tmp_path: Path) -> None:
+def test_a_repaired_text_is_normalized_again(tmp_path: Path) -> None:
     menu = "Home | News | Sport | Weather | Shop"
     page = f"{menu}\r\n\r\n{NEWS}\u200b e\u200b\u0301\r\n\r\n© 2024 The Mill"
     texts = write(tmp_path / "in", [page, "© 2024 The Mill", "Ｗｏｒｄ ２"])
-    config = replace(CONFIG, tidy=("boilerplate", "invisible", "width"))
+    config = replace(CONFIG, text_repairs=("boilerplate", "invisible", "width"))
     prepare(texts, tmp_path / "out", config)
     assert [document.text for document in left(tmp_path / "out")] == [f"{NEWS} \u00e9", "Word 2"]
     assert [line["rule"] for line in dropped(tmp_path / "out")] == ["nothing_left"]
@@ -154,8 +155,8 @@ def test_no_private_data_is_left_or_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tidy": ("repiar",)}, "Did you mean 'repair'"),
-        ({"tidy": ("simplified", "traditional")}, "Keep one of them"),
+        ({"text_repairs": ("repiar",)}, "Did you mean 'repair'"),
+        ({"text_repairs": ("simplified", "traditional")}, "Keep one of them"),
         ({"languages": ("eng",)}, "Did you mean 'en'"),
         ({"languages": ("any", "en")}, r"'any' in .* cannot be combined"),
     ],
@@ -169,7 +170,7 @@ def test_unknown_names_are_refused(tmp_path: Path, changes: dict[str, Any], said
 
 ALL = replace(
     CONFIG,
-    tidy=("repair", "invisible", "width", "simplified", "boilerplate", "wrapped"),
+    text_repairs=("repair", "invisible", "width", "simplified", "boilerplate", "wrapped"),
     languages=("any",),
     mask_private=True,
     rules="mixed",
@@ -233,5 +234,18 @@ def test_another_switch_redoes_the_first_stage(tmp_path: Path) -> None:
         return [state.stage for state in states if state.done < state.parts]
 
     assert to_do() == []
-    for changes in ({"tidy": ("width",)}, {"mask_private": True}, {"languages": ("fr",)}):
+    for changes in ({"text_repairs": ("width",)}, {"mask_private": True}, {"languages": ("fr",)}):
         assert to_do(**changes)[0] == "documents"
+
+
+def test_a_record_with_the_former_option_name_is_read(tmp_path: Path) -> None:
+    """`text_repairs` was named `tidy`; a corpus of that version needs no second preparation."""
+    texts, out = write(tmp_path / "in", [NEWS]), tmp_path / "out"
+    config = replace(CONFIG, text_repairs=("repair", "width"))
+    prepare(texts, out, config)
+    record = out / RECORD_NAME
+    current = record.read_text("utf-8")
+    former = current.replace("RepairText(", "TidyText(").replace("text_repairs", "tidy")
+    assert current.count("text_repairs") == former.count("tidy") == 4
+    record.write_text(former, "utf-8")
+    assert prepare(texts, out, config).reused

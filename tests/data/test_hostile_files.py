@@ -83,7 +83,7 @@ from pathlib import Path
 from bmforge.data import PrepareConfig, prepare
 from bmforge.errors import BmforgeError
 config = PrepareConfig(vocab_size=300, skip_bad=True, mask_private=True, rules="mixed",
-                       tidy=("repair", "invisible", "width", "boilerplate", "wrapped"),
+                       text_repairs=("repair", "invisible", "width", "boilerplate", "wrapped"),
                        near_duplicates=0.8)
 try:
     prepare([sys.argv[1]], sys.argv[2], config)

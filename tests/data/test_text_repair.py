@@ -17,7 +17,7 @@ from bmforge.data.clean.private import (
     is_chinese_id,
 )
 from bmforge.data.clean.script import convert_chinese, detect_script, fold_width, strip_invisible
-from bmforge.data.clean.text_repairs import TidyText
+from bmforge.data.clean.text_repairs import RepairText
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 
@@ -109,7 +109,7 @@ def test_chinese_is_converted():
 @pytest.mark.parametrize(("tag", "text"), [("", "頭髮"), ("zh-CN", "頭髮"), ("ja", "头发")])
 def test_only_what_may_be_chinese_is_converted(tag, text):
     pytest.importorskip("opencc")
-    step = TidyText(repair=False, chinese="Hant")
+    step = RepairText(repair=False, chinese="Hant")
     assert step(Document("头发", "f", language=tag)).text == text
 
 
@@ -173,15 +173,15 @@ def test_wrapped_paragraphs_become_lines():
 
 def test_switches_are_a_step():
     pytest.importorskip("ftfy")
-    step = TidyText(boilerplate=True, width=True)
+    step = RepairText(boilerplate=True, width=True)
     document = Document("Ｏｋ.\nRead more", "f")
     assert step(document).text == "Ok."
     assert step(document).id == document.id
     assert step(Document("Read more", "f")) == Drop("nothing_left", 0, 1, "Read more")
-    assert TidyText()(document) is document
-    assert step.version != TidyText().version
+    assert RepairText()(document) is document
+    assert step.version != RepairText().version
     with pytest.raises(ConfigError, match=r"'Hans' .simplified., 'Hant'"):
-        TidyText(chinese="zh")
+        RepairText(chinese="zh")
 
 
 LANGUAGES = {
@@ -407,7 +407,7 @@ def test_hostile_text_goes_through_all_steps(text):
 
     every = {"invisible": True, "width": True, "boilerplate": True, "wrapped": True}
     steps = [
-        *[TidyText(chinese="Hant", **every), DetectLanguage(), MaskPrivate()],
+        *[RepairText(chinese="Hant", **every), DetectLanguage(), MaskPrivate()],
         *[WordBlocklist(("x",)), RuleFilter("chinese"), RuleFilter("english")],
     ]
     for step in steps:

@@ -238,7 +238,7 @@ def lay_out_without_a_place():
 
 def test_a_pipeline_needs_a_place_to_arrive():
     with pytest.raises(
-        DistributedError, match=r"Module has no attribute `arrived`.*add `arrived = "
+        DistributedError, match=r"Module has no attribute `stage_inputs`.*add `stage_inputs = "
     ):
         run_distributed(lay_out_without_a_place, 2)
 

@@ -22,7 +22,7 @@ import pytest
 _TEXT = "the river bridge council met on Monday to talk about work steel road 春眠 不觉 晓 闻 鸟"
 WORDS = _TEXT.split()
 LOOK_EVERY_S = 0.02
-RULES = ["--tidy", "repair", "--mask-private", "--near-duplicates", "0.8", "--skip-bad"]
+RULES = ["--text-repairs", "repair", "--mask-private", "--near-duplicates", "0.8", "--skip-bad"]
 
 
 @dataclass(frozen=True)

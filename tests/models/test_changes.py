@@ -54,6 +54,9 @@ def low_rank(where: Any = "layers.*.attn.q_proj", **more: Any) -> Change:
 def test_json_and_back() -> None:
     change = Change("low_rank", ["a.*", "b"], {"rank": 2, "alpha": 4.0}, "mine")
     assert Change.from_json(json.loads(json.dumps(change.to_json()))) == change
+    former = {"rank": 2, "root_scale": True, "magnitude": False}  # names in earlier files
+    read = Change.from_json({"kind": "low_rank", "where": ["a"], "options": former})
+    assert read.options == {"rank": 2, "use_rslora": True, "use_dora": False}
     assert Change("int8", "a").where == ("a",)
     assert "name" not in Change("int8", "a").to_json()
 
@@ -342,7 +345,9 @@ def say_what_cannot_be_cut() -> str:
     model = Llama.from_config(LlamaConfig(**SIZES, intermediate_size=64))
     model.change_(low_rank("layers.0.attn.q_proj"))
     model.layers["0"].attn.q_proj.low_rank.__class__ = type(
-        "Stubborn", (type(model.layers["0"].attn.q_proj.low_rank),), {"cut_styles": frozenset({""})}
+        "Stubborn",
+        (type(model.layers["0"].attn.q_proj.low_rank),),
+        {"sharding_styles": frozenset({""})},
     )
     try:
         parallelize(model, Layout(tp=2, pp=3))

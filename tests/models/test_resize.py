@@ -21,7 +21,7 @@ from bmforge.models.stack import find_heads
 from bmforge.nn import Attention, Block, MoESpec
 from bmforge.nn.moe import Experts
 from bmforge.parallel.pipeline.stages import plan_cutting
-from bmforge.parallel.tensor.cuts import find_cuts
+from bmforge.parallel.tensor.sharding import match_sharding_rules
 from bmforge.testing import assert_close, assert_equal_trees
 
 SEQ2SEQ = ["t5", "cpm2", "eva"]
@@ -269,8 +269,8 @@ def test_units_of_tensor_parallelism() -> None:
     model = build("t5")
     resize_(model, ["decoder.layers.1"], Sizes(num_heads=2))
     found: dict[str, tuple[str, int]] = {}
-    for name, cut in find_cuts(model, model.tensor_cuts()).items():
-        found[name] = (cut.style, cut.units)
+    for name, rule in match_sharding_rules(model, model.tensor_parallel_rules()).items():
+        found[name] = (rule.style, rule.units)
     assert found["decoder.layers.1.attn.q_proj"] == ("column", 2)
     assert found["decoder.layers.1.cross_attn.k_proj"] == ("key_value", 2)
     assert found["decoder.layers.0.attn.o_proj"] == ("row", 4)

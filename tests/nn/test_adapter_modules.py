@@ -28,7 +28,7 @@ STACKS = {key: tuple(stack.shape) for key, stack in EXPERTS.named_parameters()}
 PARTS = {
     "low rank": LowRank(16, 24, LowRankOptions(4), LIKE),
     "low rank of experts": ExpertsLowRank(STACKS, LowRankOptions(2), EXPERTS.up_proj),
-    "low rank with lengths": LowRank(16, 24, LowRankOptions(4, magnitude=True), LIKE),
+    "low rank with lengths": LowRank(16, 24, LowRankOptions(4, use_dora=True), LIKE),
     "low rank of a table": EmbeddingLowRank(96, 16, LowRankOptions(4), LIKE),
     "bottleneck": Bottleneck(16, 24, BottleneckOptions(8), LIKE),
     "low-rank bottleneck": Bottleneck(16, 16, BottleneckOptions(8, "low_rank"), LIKE),
@@ -62,7 +62,7 @@ class Wrong(AdapterModule):
     def __init__(self, notes: Mapping[str, TensorNote], styles: frozenset[str]) -> None:
         super().__init__()
         self.notes, self.weight = notes, nn.Parameter(torch.empty(4))
-        type(self).cut_styles = styles
+        type(self).sharding_styles = styles
 
     def tensor_notes(self) -> Mapping[str, TensorNote]:
         return self.notes

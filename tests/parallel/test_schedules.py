@@ -14,7 +14,7 @@ from bmforge.parallel.pipeline.schedules import (
     SCHEDULES,
     Action,
     forward_only,
-    problems,
+    schedule_problems,
     write_schedule,
 )
 
@@ -24,7 +24,7 @@ SIZES = [
     for p in (1, 2, 3, 4, 6, 8)
     for m in (1, 2, 3, 4, 5, 8, 9, 12, 16, 24)
     for v in (1, 2, 3)
-    if not problems(name, p, m, v)
+    if not schedule_problems(name, p, m, v)
 ]
 PLAIN = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 7, 16)]
 ROUNDS = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 5 * p) for v in (2, 3, 4)]
@@ -155,7 +155,7 @@ def test_a_deadlock_is_found_and_named():
     ],
 )
 def test_what_does_not_fit_is_said(args, words):
-    found = problems(*args)
+    found = schedule_problems(*args)
     assert found
     with pytest.raises(ConfigError) as caught:
         write_schedule(*args)
@@ -165,9 +165,9 @@ def test_what_does_not_fit_is_said(args, words):
 
 
 def test_the_numbers_that_errors_recommend_work():
-    assert problems("interleaved-1f1b", 4, 12) == []
-    assert problems("interleaved-zero-bubble", 4, 16) == []
-    assert problems("dualpipev", 4, 8) == []
+    assert schedule_problems("interleaved-1f1b", 4, 12) == []
+    assert schedule_problems("interleaved-zero-bubble", 4, 16) == []
+    assert schedule_problems("dualpipev", 4, 8) == []
 
 
 def test_where_the_stages_live():

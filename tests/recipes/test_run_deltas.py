@@ -142,7 +142,7 @@ def test_b_has_a_rate_of_its_own() -> None:
         for p in group["params"]
     }
     model = GPT2.from_config(GPT2Config(**SIZES))
-    Lora(model, ["attn.q", "attn.v"], rank=2, train_also=["embed_positions"])
+    Lora(model, ["attn.q", "attn.v"], rank=2, modules_to_save=["embed_positions"])
     train = set_rates(settings(1), AdapterConfig(kind="lora", lr_ratio=4.0), model)
     (optimizer,) = build_optimizers(model, train.optim)
     found = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}

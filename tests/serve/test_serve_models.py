@@ -19,8 +19,8 @@ from bmforge.infer import Engine, EngineConfig
 from bmforge.provenance import Provenance, ProvenanceSource, write_provenance
 from bmforge.serve import app
 from bmforge.serve.app import create_app
+from bmforge.serve.idle_unloading import IdleUnloadingEngine
 from bmforge.serve.settings import ServeConfig
-from bmforge.serve.sleeping import SleepingEngine
 
 SAID: list[Any] = [{"role": "user", "content": "天气"}]
 
@@ -65,7 +65,7 @@ def test_an_idle_engine_sleeps_and_wakes(start: Any, model_directory: Path) -> N
         opened.append(Engine(model_directory, config=EngineConfig(max_tokens=256)))
         return opened[-1]
 
-    sleeper = SleepingEngine(open_engine, model_directory, 60, lambda: now[0])
+    sleeper = IdleUnloadingEngine(open_engine, model_directory, 60, lambda: now[0])
     with sleeper, start(other=sleeper, name="tiny") as server, client_of(server) as client:
 
         def ask() -> str:
@@ -109,7 +109,7 @@ def test_a_model_that_opens_holds_up_nobody_else(start: Any, model_directory: Pa
             assert may_open.wait(60)
         return Engine(model_directory, config=EngineConfig(max_tokens=256))
 
-    class Noting(SleepingEngine):
+    class Noting(IdleUnloadingEngine):
         def requests_status(self) -> Any:
             asked.set()
             return super().requests_status()
@@ -138,7 +138,7 @@ def test_one_model_at_a_time_is_in_memory(model_directory: Path) -> None:
     def open_engine() -> Engine:
         return Engine(model_directory, config=EngineConfig(max_tokens=64))
 
-    with SleepingEngine(open_engine, model_directory, 60, lambda: now[0]) as sleeper:
+    with IdleUnloadingEngine(open_engine, model_directory, 60, lambda: now[0]) as sleeper:
         engine = sleeper._engine
         assert engine is not None
         close = engine.close
@@ -157,7 +157,7 @@ def test_one_model_at_a_time_is_in_memory(model_directory: Path) -> None:
 def test_an_engine_that_did_not_sleep_may_sleep_later(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
 
-    class Troubled(SleepingEngine):
+    class Troubled(IdleUnloadingEngine):
         def __init__(self) -> None:
             pass
 

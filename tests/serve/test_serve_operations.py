@@ -16,10 +16,10 @@ from test_serve_sockets import until
 from bmforge.errors import ConfigError
 from bmforge.infer import Engine, EngineConfig
 from bmforge.serve.auth import KeysFile, load_keys
+from bmforge.serve.idle_unloading import IdleUnloadingEngine
 from bmforge.serve.lifecycle import EngineFailedError, bind_address, serve
 from bmforge.serve.metrics import Metrics, TokenTimes
 from bmforge.serve.settings import ServeConfig
-from bmforge.serve.sleeping import SleepingEngine
 
 FIRST, SECOND = "the-first-key-0123", "the-second-key-0123"
 
@@ -188,7 +188,7 @@ def test_a_model_that_cannot_be_loaded_again(start: Any, model_directory: Path) 
             raise OSError("the disk is gone")
         return Engine(model_directory, config=EngineConfig(max_tokens=64))
 
-    asleep = SleepingEngine(open_engine, model_directory, 10.0, lambda: now[0])
+    asleep = IdleUnloadingEngine(open_engine, model_directory, 10.0, lambda: now[0])
     with asleep as engine, start(other=engine, place=model_directory) as server:
         now[0] = 20.0
         assert engine.unload_if_idle()

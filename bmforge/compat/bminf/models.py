@@ -22,7 +22,7 @@ from bmforge.infer.openbmb.chat import join_history
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.config import read_config_file
 from bmforge.models.hub import AutoModel, find_model
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["CPM1", "CPM2", "EVA"]
 
@@ -131,7 +131,7 @@ class _Model:
         """Continue the tokens `start`; return the new text, and True if an EOS token ended it."""
         ids = torch.tensor([start], device=self.engine.device)
         nothing = torch.zeros_like(ids[:, 0])
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             out = run_decoder(decoder, ids, nothing, config)[0, len(start) :].tolist()
         has_ended = out[-1] in config.eos_tokens
         return self._tokenizer.decode_written(out[:-1] if has_ended else out), has_ended
@@ -151,7 +151,7 @@ class _Model:
             penalties: frequency and presence penalty.
         """
         config = complete_config(model, GenerationConfig(**draw))
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             decoder = LoweredSeq2Seq(
                 model,
                 torch.tensor([source], device=self.engine.device),

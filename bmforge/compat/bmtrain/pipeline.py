@@ -320,10 +320,10 @@ class _Call:
         result: list[Tensor | None] = []
         for number, leaves in enumerate(self.inputs):
             if stage == last:
-                arrived: Any = tuple(piece[number] for piece in pieces[:count])
+                output_grads: Any = tuple(piece[number] for piece in pieces[:count])
             else:
-                arrived = self.wire.receive(StageMessage("backward", stage + 1, number))
-            roots = list(zip(self.outputs[number], arrived, strict=True))
+                output_grads = self.wire.receive(StageMessage("backward", stage + 1, number))
+            roots = list(zip(self.outputs[number], output_grads, strict=True))
             for record, piece in zip(self.recorded, pieces[count:], strict=True):
                 if record.stage == stage:
                     tensor = self.records[number][record.index]["tensor"]
@@ -331,9 +331,9 @@ class _Call:
             pairs = [(t, g) for t, g in roots if g is not None and t.requires_grad]
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            carried = tuple(t.grad for t in leaves[:count])
+            input_grads = tuple(t.grad for t in leaves[:count])
             if stage:
-                self.wire.send(StageMessage("backward", stage, number), carried)
+                self.wire.send(StageMessage("backward", stage, number), input_grads)
             for position, (value, leaf) in enumerate(
                 zip(self.batches[number], leaves, strict=True)
             ):

@@ -72,7 +72,7 @@ class StageOutput(NamedTuple):
     """Output of a pipeline stage: the result on the last stage, or tensors for the next stage."""
 
     value: Any = None
-    carry: tuple[Tensor, ...] | None = None
+    stage_outputs: tuple[Tensor, ...] | None = None
 
 
 class _Place(nn.Module):
@@ -102,7 +102,7 @@ class PipelineModule(nn.Module):
         layers: dict from index to layer; in a pipeline only the layers of this process's stages.
     """
 
-    arrived: tuple[Tensor, ...] = ()
+    stage_inputs: tuple[Tensor, ...] = ()
     loss_fn: Callable[[Any, Any], Tensor] | None
 
     def __init__(
@@ -167,7 +167,7 @@ class PipelineModule(nn.Module):
         first, last, total = span or (0, len(self.layers), len(self.layers))
         value = inputs
         if first:
-            value = self.arrived if len(self.arrived) > 1 else self.arrived[0]
+            value = self.stage_inputs if len(self.stage_inputs) > 1 else self.stage_inputs[0]
         for number in range(first, last):
             value = self.layers[str(number)](value)
         if span is None:

@@ -324,7 +324,7 @@ def _pipe_loss(model: nn.Module, batch: Batch, num_items: float) -> Any:
     inputs, labels = to_inputs(batch)
     out = model(inputs)
     if isinstance(out, StageOutput):
-        if out.carry is not None:
+        if out.stage_outputs is not None:
             return None
         out = out.value
     return model.loss_fn(out, labels) / num_items

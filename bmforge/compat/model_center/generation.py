@@ -12,7 +12,7 @@ from bmforge.errors import ConfigError
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["LlamaBeamSearch", "LlamaRandomSampling", "T5BeamSearch", "T5RandomSampling"]
 
@@ -41,7 +41,7 @@ class _Generation:
             )
         config = self._configure(**options)
         ids, mask = self._encode(text_list)
-        with evaluating(self.zoo), torch.no_grad():
+        with eval_mode(self.zoo), torch.no_grad():
             decoder, start = start_decoder(self.zoo, ids, mask, config.max_new_tokens + 1)
             start = self._begin(start)
             # The repetition penalty applies to generated tokens only.

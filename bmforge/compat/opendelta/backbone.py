@@ -15,7 +15,7 @@ from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.shards import whole_tensor
 from bmforge.tune.delta import list_deltas
-from bmforge.tune.delta.address import find_places, find_wholes
+from bmforge.tune.delta.address import find_places, find_target_parameters
 from bmforge.tune.delta.attached import has_deltas
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.opendelta_format import old_type_of
@@ -55,7 +55,7 @@ def find_trained(root: nn.Module, targets: Sequence[str]) -> tuple[set[str], lis
     meant = []
     for target in targets:
         try:
-            names |= find_wholes(root, [target]).keys()
+            names |= find_target_parameters(root, [target]).keys()
         except ConfigError as error:
             get_logger().warning("the target %r unfreezes no module: %s", target, error)
         else:
@@ -124,7 +124,7 @@ def old_tensors(backbone: nn.Module, delta: AttachedDelta) -> dict[str, Tensor]:
     before = next(before for before, d in _deltas_in(backbone) if d is delta)
     for name, parameter in delta.tensors().items():
         own_name = before + name
-        if own_name not in names and name not in delta.wholes():
+        if own_name not in names and name not in delta.fully_trained_parameters():
             return {}
         old_name, value = names.get(own_name, own_name), _on_host(parameter)
         tensors[old_name] = _old_value(backbone, own_name, old_name, value).contiguous()

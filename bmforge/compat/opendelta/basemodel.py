@@ -31,7 +31,7 @@ from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.parallel import run_on_first
 from bmforge.tune.delta import list_deltas, load_delta
-from bmforge.tune.delta.address import excludes_of, fits, known_names
+from bmforge.tune.delta.address import excludes_of, known_names, matches_target
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.opendelta_format import OLD_WEIGHTS_NAME, old_type_of, opendelta_type
 
@@ -266,7 +266,7 @@ class DeltaBase(nn.Module):
         names = self.unfrozen_modules if exclude is None else list(exclude)
         trained, meant = find_trained(root, [name for name in names if name != "deltas"])
         if root is self.backbone_model and self.delta.model is root:
-            self.delta.train_also_(meant)
+            self.delta.set_modules_to_save_(meant)
         for name, parameter in root.named_parameters():
             if is_delta(root, name):
                 parameter.requires_grad_("deltas" in names and parameter.requires_grad)
@@ -362,7 +362,7 @@ class DeltaBase(nn.Module):
 
     def find_key(self, key: str, target_list: Sequence[str]) -> bool:
         """Return True if a module name matches one of the targets."""
-        return any(fits(key, target) for target in target_list)
+        return any(matches_target(key, target) for target in target_list)
 
     def find_module(self, root_module: nn.Module, key: str) -> tuple[nn.Module, str, nn.Module]:
         """Return the parent of a module, the module's name in its parent, and the module."""

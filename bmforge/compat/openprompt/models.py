@@ -12,7 +12,7 @@ from bmforge.compat.openprompt.examples import InputFeatures
 from bmforge.errors import ConfigError
 from bmforge.infer.end_tokens import find_end_tokens
 from bmforge.infer.generation import generate
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.prompt import PromptClassifier, PromptGenerator
 from bmforge.tune.prompt.call import PositionOutputs, run_at_answers
 
@@ -211,7 +211,7 @@ def calibrate(prompt_model: Any, dataloader: Any) -> Tensor:
         ConfigError: the loader is empty.
     """
     device = prompt_model.device
-    with evaluating(prompt_model):
+    with eval_mode(prompt_model):
         logits = [prompt_model.forward_without_verbalize(b.to(device)) for b in dataloader]
     if not logits:
         raise ConfigError(

@@ -16,7 +16,7 @@ from bmforge.compat.openprompt.models import PromptModel
 from bmforge.compat.openprompt.templates import ManualTemplate
 from bmforge.compat.openprompt.wrappers import wrap_tokenizer
 from bmforge.errors import ConfigError
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.prompt.search_template import search_templates
 from bmforge.tune.prompt.search_words import search_label_words
 
@@ -109,7 +109,7 @@ class TemplateGenerator(_Generator):
             self.verbalizer.label_words[example.label][0].removeprefix("<!>").strip()
             for example in self._examples
         ]
-        with evaluating(self.model):
+        with eval_mode(self.model):
             ranked = search_templates(
                 self.model, wrap_tokenizer(self.tokenizer), self._examples, words,
                 beams=self.beam_width, keep=self.beam_width, max_tokens=self.max_length,
@@ -155,7 +155,7 @@ class VerbalizerGenerator(_Generator):
     @torch.no_grad()
     def register_buffer(self, batch: Any) -> None:
         """Store the labels of a batch of examples, and their logits at the mask positions."""
-        with evaluating(self.model):
+        with eval_mode(self.model):
             answers = PromptModel(self.model, torch.nn.Identity()).look(batch, hidden=False)
         self._logits.append(answers.logits[:, 0])
         self._labels.append(batch["label"])

@@ -26,7 +26,7 @@ from bmforge.errors import CheckpointError, ConfigError, DataError
 from bmforge.files import partial_name, read_json, replace_file
 from bmforge.nn import LMHead
 from bmforge.nn.top_k_distillation import TopKPredictions, pick_answers
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["TeacherAnswers", "fingerprint_vocabulary", "write_answers"]
 
@@ -91,7 +91,7 @@ def write_answers(
     recorder, before = Recorder(teacher), head.measure
     recorder.watch_head_(head, lambda *arguments: take_prediction(recorder, *arguments))
     try:
-        with evaluating(teacher):
+        with eval_mode(teacher):
             for batch in batches:
                 keys, answers = _ask(teacher, recorder, batch, count, temperature)
                 shards.add(keys, answers)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bmforge.compress.batches import prepare_batches
 from bmforge.errors import ConfigError
 from bmforge.nn import MLP
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["collect_inputs", "each_activity", "sum_groups"]
 
@@ -56,7 +56,7 @@ def collect_inputs(
         for name in names
     ]
     try:
-        with evaluating(model):
+        with eval_mode(model):
             for batch in prepare_batches(model, list(batches)):
                 model(**batch)
                 if all(count >= max_tokens for count in counts.values()):

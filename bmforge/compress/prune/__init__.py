@@ -1,6 +1,6 @@
 """Pruning: unstructured and 2:4 sparsity, and structured pruning to smaller shapes.
 
-Start reading at `zeros.py` (sparsity in any training run) and `masks.py` (mask selection); for
+Start reading at `sparsifier.py` (sparsity in any training run) and `masks.py` (mask selection); for
 structured pruning at `plan.py` (the pruning plan), `shrink.py` (one-shot) and `structure.py`
 (trained gates).
 """
@@ -18,8 +18,8 @@ from bmforge.compress.prune.calibrated import prune_by_texts_
 from bmforge.compress.prune.config import PruneConfig
 from bmforge.compress.prune.plan import KeptIndices, PruningPlan
 from bmforge.compress.prune.shrink import Shrunk, shrink_
+from bmforge.compress.prune.sparsifier import Sparsifier, keep_zeros
 from bmforge.compress.prune.structure import StructureConfig, StructureMethod
-from bmforge.compress.prune.zeros import Zeros, keep_zeros
 from bmforge.errors import ConfigError
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "Shrunk",
     "StructureConfig",
     "StructureMethod",
-    "Zeros",
+    "Sparsifier",
     "keep_zeros",
     "prune",
     "shrink_",
@@ -38,7 +38,7 @@ __all__ = [
 
 def prune(
     model: nn.Module, config: PruneConfig | None = None, *, batches: Sequence[Any] | None = None
-) -> Zeros:
+) -> Sparsifier:
     """Set weights of any model to zero in place, and keep them zero during training.
 
     Without a schedule the weights are pruned immediately. With a schedule, call `after_step_` of
@@ -62,13 +62,13 @@ def prune(
             "'wanda' or 'sparsegpt'."
         )
     warn_of_stacks(model, config.where, "pruned")
-    zeros = Zeros(config)
+    sparsifier = Sparsifier(config)
     if config.is_calibrated:
         check_batches(batches)
-        zeros.attach_(model)
+        sparsifier.attach_(model)
         prune_by_texts_(model, config, batches or ())
-        zeros.keep_(model)
-        zeros.share = config.sparsity
+        sparsifier.keep_(model)
+        sparsifier.share = config.sparsity
     else:
-        zeros.attach_(model)
-    return zeros
+        sparsifier.attach_(model)
+    return sparsifier

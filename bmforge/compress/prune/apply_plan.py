@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from bmforge.compress.prune.plan import KeptIndices, PruningPlan, blocks_of
 from bmforge.compress.prune.sizing import ResolvedModel, config_after_pruning, unsupported_fields
-from bmforge.compress.prune.slice_tensors import Picks, fold_block, kept_indices_of_block, take
+from bmforge.compress.prune.slice_tensors import (
+    Picks,
+    fold_block,
+    kept_indices_of_block,
+    take_slices,
+)
 from bmforge.errors import ConfigError
 from bmforge.models.changes import changed_modules
 from bmforge.surgery import persistent_tensors
@@ -227,7 +232,7 @@ def _collect(model: Any, settled: ResolvedModel, plan: PruningPlan) -> dict[str,
             )
         if stay is not None:
             own_picks += [(dim, stay) for dim in wide[source]]
-        value = take(old[source], own_picks)
+        value = take_slices(old[source], own_picks)
         factor, offset = 1.0, 0.0
         if block is not None:
             was, now = old_blocks[settled.sources[block]], settled.model.get_submodule(block)

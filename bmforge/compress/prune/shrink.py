@@ -13,7 +13,7 @@ from bmforge.compress.prune.plan import PruningPlan, blocks_of
 from bmforge.compress.prune.structure_config import StructureConfig, requested_sizes
 from bmforge.compress.prune.target import plan_for_target
 from bmforge.errors import ConfigError
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["Shrunk", "choose_structure", "shrink_"]
 
@@ -62,7 +62,7 @@ def choose_structure(
     model: Any, config: StructureConfig, batches: Iterable[Mapping[str, Any]] = ()
 ) -> PruningPlan:
     """Return the pruning plan for a model without changing it; see `shrink_`."""
-    with evaluating(model):
+    with eval_mode(model):
         scores = measure_importance(model, batches, config.by)
     if config.target != "sizes":
         return plan_for_target(model, config, scores)

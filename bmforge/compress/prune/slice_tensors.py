@@ -16,14 +16,14 @@ from torch import Tensor
 from bmforge.compress.prune.plan import KeptIndices, heads_per_group, kept_groups
 from bmforge.nn import AttentionSpec, Block, BlockSpec, MoESpec
 
-__all__ = ["fold_block", "kept_indices_of_block", "take"]
+__all__ = ["fold_block", "kept_indices_of_block", "take_slices"]
 
 # List of (dim, kept indices along the dim); for stacked experts the indices are (E, n), one row per
 # expert.
 Picks = list[tuple[int, Tensor]]
 
 
-def take(tensor: Tensor, picks: Picks) -> Tensor:
+def take_slices(tensor: Tensor, picks: Picks) -> Tensor:
     """Return a copy of the selected rows and columns of a tensor.
 
     Shape:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmforge.compress.calibrate import BlockRun
-from bmforge.compress.quantize.fold import Fold, widened
+from bmforge.compress.quantize.fold import Fold, use_fp32_copies
 from bmforge.compress.rounding import round_activations, round_matrix
 from bmforge.nn.packing import QuantSpec
 
@@ -47,7 +47,7 @@ def block_errors(
     while tokens < _SEARCH_TOKENS and count < len(run.inputs):
         tokens += run.inputs[count].shape[:-1].numel()
         count += 1
-    with widened(run.block):
+    with use_fp32_copies(run.block):
         want = list(islice(run.run_wide(), count))
         errors: list[float] = []
         for scales in candidates:

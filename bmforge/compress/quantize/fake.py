@@ -84,7 +84,7 @@ class FakeQuantize(MethodBase):
             spec = specs[owner]
             _check_kind(matrix, self.config)
             if spec.group_size == 0 and owner in rows:
-                matrix.module.uncut_reason = (  # type: ignore[assignment]
+                matrix.module.unsharded_reason = (  # type: ignore[assignment]
                     "rows with one scale cannot be sharded along their columns in "
                     "training; use a scheme with groups, or tp=1"
                 )
@@ -118,7 +118,7 @@ class FakeQuantize(MethodBase):
         for owner in self._names:
             module = model.get_submodule(owner)
             unwrap_forward_(module, _PLACE)
-            module.__dict__.pop("uncut_reason", None)
+            module.__dict__.pop("unsharded_reason", None)
         dtype = self._seen.dtype
         if dtype in (torch.bfloat16, torch.float16):
             # The weights were rounded in this dtype during training.
@@ -249,6 +249,6 @@ def _cut_by_inputs(model: Any) -> set[str]:
     if not hasattr(model, "layout_rules"):
         return set()
     names = [name for name, _ in model.named_modules()]
-    cuts = model.layout_rules().tensor_parallel
-    globs = [cut.glob for cut in cuts if cut.style in ("row", "experts")]
+    rules = model.layout_rules().tensor_parallel
+    globs = [rule.glob for rule in rules if rule.style in ("row", "experts")]
     return set(match_names(names, globs))

@@ -22,7 +22,7 @@ from bmforge.device import accumulation_dtype
 from bmforge.nn.low_rank import linear_sizes
 from bmforge.nn.moe import Experts
 
-__all__ = ["Fold", "find_folds", "fold_", "widened"]
+__all__ = ["Fold", "find_folds", "fold_", "use_fp32_copies"]
 
 # Last name parts of (producer, consumer); the producer's output rows are the consumer's input
 # columns.
@@ -147,7 +147,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
     """
     if bool((scales == 1).all()):
         return True
-    with widened(run.block):
+    with use_fp32_copies(run.block):
         before = next(run.run_wide())
         fold.scale_(scales)
         change = (next(run.run_wide()) - before).abs().max()
@@ -163,7 +163,7 @@ def fold_(run: BlockRun, fold: Fold, scales: Tensor) -> bool:
 
 
 @contextmanager
-def widened(block: nn.Module) -> Iterator[None]:
+def use_fp32_copies(block: nn.Module) -> Iterator[None]:
     """Context manager that replaces a block's 16-bit tensors with fp32 copies."""
     tensors = [*block.parameters(), *block.buffers()]
     originals = [(t, t.data) for t in tensors if t.is_floating_point()]

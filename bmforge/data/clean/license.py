@@ -10,7 +10,7 @@ from pathlib import Path
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, suggest
-from bmforge.licenses import POLICIES, check_license, license_name, obeys
+from bmforge.licenses import POLICIES, check_license, is_license_allowed, license_name
 
 __all__ = ["ANY_LICENSE", "LicenseFilter", "SetLicense", "check_places", "read_licenses"]
 
@@ -107,7 +107,7 @@ class LicenseFilter:
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document, or a `Drop` if its license is not allowed."""
-        if obeys(document.license, self.policy):
+        if is_license_allowed(document.license, self.policy):
             return document
         name = license_name(document.license)
         return Drop("license", name, self.policy, cut_excerpt(document.text))

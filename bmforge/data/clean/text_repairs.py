@@ -11,11 +11,11 @@ from bmforge.data.clean.script import convert_chinese, detect_script, fold_width
 from bmforge.data.sources.document import Document, primary_subtag
 from bmforge.errors import ConfigError
 
-__all__ = ["TidyText"]
+__all__ = ["RepairText"]
 
 
 @dataclass(frozen=True)
-class TidyText:
+class RepairText:
     """A step that repairs texts; only `repair` is on by default.
 
     `repair` does not change intact texts.
@@ -50,7 +50,7 @@ class TidyText:
     @property
     def version(self) -> str:
         """Version of the step: a string that changes whenever its results may change."""
-        return f"tidy=4 {self!r}"
+        return f"text_repairs=4 {self!r}"
 
     def __call__(self, document: Document) -> Document | Drop:
         """Return the document with its text repaired, or a `Drop` if no text is left."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bmforge.data.dedup.tokens import Hashes, hash_runs, hash_tokens, mix, split_tokens
+from bmforge.data.dedup.tokens import Hashes, hash_runs, hash_tokens, split_tokens, splitmix64
 from bmforge.errors import ConfigError
 
 __all__ = ["DedupConfig", "MinHasher", "choose_bands", "hash_shingles", "jaccard"]
@@ -179,5 +179,5 @@ class MinHasher:
         rows = self.sign_all(documents).reshape(-1, self.bands, self.rows)
         keys = np.zeros(rows.shape[:2], np.uint64)
         for column in range(self.rows):
-            keys = mix(keys * np.uint64(0x9E3779B97F4A7C15) + rows[:, :, column])
+            keys = splitmix64(keys * np.uint64(0x9E3779B97F4A7C15) + rows[:, :, column])
         return keys

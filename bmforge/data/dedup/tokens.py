@@ -25,7 +25,7 @@ __all__ = [
     "hash_runs",
     "hash_tokens",
     "locate_tokens",
-    "mix",
+    "splitmix64",
     "split_tokens",
 ]
 
@@ -109,7 +109,7 @@ def hash_tokens(tokens: list[str]) -> Hashes:
     return np.fromiter(map(_HASH_OF_TOKEN.__getitem__, tokens), np.uint64, len(tokens))
 
 
-def mix(values: Hashes) -> Hashes:
+def splitmix64(values: Hashes) -> Hashes:
     """Apply a 64-bit mixing bijection: every output bit depends on every input bit.
 
     Source: the finalizer of SplitMix64 (Steele et al. 2014).
@@ -131,4 +131,4 @@ def hash_runs(tokens: Hashes, length: int) -> Hashes:
     for shift in range(1, length):
         runs *= _FACTOR
         runs += tokens[shift : shift + count]
-    return mix(runs)
+    return splitmix64(runs)

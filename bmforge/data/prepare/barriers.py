@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmforge.data.dedup.sort import SortedRows, make_rows
+from bmforge.data.prepare.corpus_index import CorpusIndex
 from bmforge.data.prepare.documents import read_digests
-from bmforge.data.prepare.earlier_corpora import EarlierCorpus
 from bmforge.data.prepare.masks import new_mask
 from bmforge.data.prepare.spans import Repeats
 from bmforge.data.prepare.split import choose_held_out, split_keys
@@ -27,7 +27,7 @@ def find_copies(
     counts: Sequence[int],
     folder: Path,
     bound_bytes: int,
-    earlier: Sequence[EarlierCorpus] = (),
+    earlier: Sequence[CorpusIndex] = (),
 ) -> dict[str, Any]:
     """Write the mask ``kept``, which is False for texts that occurred before.
 

@@ -29,7 +29,7 @@ from bmforge.data.sources.files import (
     read_records,
 )
 from bmforge.data.sources.packed import open_unpacked
-from bmforge.data.sources.record import ReadOptions, Record, fail, show_name
+from bmforge.data.sources.record import ReadOptions, Record, failed_record, show_name
 from bmforge.errors import DataError
 
 __all__ = [
@@ -225,7 +225,7 @@ def _entries(
                     raise advise_skipping(error) from error
                 # The size of the lost end of a file is unknown.
                 is_whole = entry == first and span.begin == 0 and span.end < 0
-                yield entry, source, fail("1", _file_bytes(span) if is_whole else 0, error)
+                yield entry, source, failed_record("1", _file_bytes(span) if is_whole else 0, error)
                 entry += 1
                 break
             if record is None:

@@ -17,7 +17,7 @@ from bmforge.data.prepare.funnel import Dropped
 from bmforge.data.prepare.journal import digest_file, digest_files, make_key, write_hashed
 from bmforge.data.prepare.masks import open_mask
 from bmforge.data.prepare.near import NearDrops
-from bmforge.data.prepare.spans import Repeats, without
+from bmforge.data.prepare.spans import Repeats, remove_spans
 from bmforge.data.prepare.split import Split
 from bmforge.data.prepare.summary import KEPT, Summary, group_of, origin_of
 from bmforge.data.prepare.tokenize import EncodeCount, encode_quietly, load_tokenizer
@@ -74,7 +74,7 @@ class DocumentSplit:
         spans = self.repeats.read(first, self.counts[number]) if self.repeats else {}
         for position, document in enumerate(read_shard(self.documents, number), first):
             if position in spans and mask[position]:
-                document = without(document, spans[position])
+                document = remove_spans(document, spans[position])
             yield document, split.divide(position, document.text) if mask[position] else None
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bmforge.config import ungrouped_values
+from bmforge.data.prepare.corpus_index import INDEX
 from bmforge.data.prepare.disk_space import check_disk_space
 from bmforge.data.prepare.documents import DocumentStage
-from bmforge.data.prepare.earlier_corpora import INDEX
 from bmforge.data.prepare.encode import SIDES
 from bmforge.data.prepare.join import STORE_NAME
 from bmforge.data.prepare.record import RECORD_NAME, PrepareConfig, PrepareReport, read_record

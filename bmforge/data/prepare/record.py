@@ -35,6 +35,7 @@ _FORMATS = (1, _FORMAT)  # format 1 has no funnel and no steps
 _OF_THE_WORK = ("out_dir", "reused", "config", "steps", "outputs")
 _TABLES = ("train", "validation", "funnel", "summary")
 _NORMALISE_ONLY = ["normalise 1"]
+_RENAMED_KEYS = {"tidy": "text_repairs"}  # names in earlier versions -> current names
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
             train=EncodeCount(**record["train"]),
             validation=EncodeCount(**record["validation"]),
             funnel=Funnel.from_record(record["funnel"]) if "funnel" in record else None,
-            steps=tuple(record.get("steps", _NORMALISE_ONLY)),
+            steps=tuple(map(_rename_old_step, record.get("steps", _NORMALISE_ONLY))),
             summary=Summary.from_record(record["summary"]) if "summary" in record else None,
             outputs=tuple(map(output_from_record, record.get("outputs", ()))),
             reused=True,
@@ -156,10 +157,17 @@ def read_record(out_dir: Path) -> tuple[PrepareReport, list[InputFile]]:
 
 
 def _rename_old_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in which keys that earlier versions spelled "licence" are renamed."""
+    """Return a record of an earlier version with the current names of its keys."""
     return {
-        key.replace("licence", "license"): _rename_old_keys(value)
-        if key in ("settings", "filter", "summary")
+        _RENAMED_KEYS.get(key, key.replace("licence", "license")): _rename_old_keys(value)
+        if key in ("settings", "clean", "filter", "summary")
         else value
         for key, value in record.items()
     }
+
+
+def _rename_old_step(step: str) -> str:
+    """Return the name and version of a step under the current name of the text repairs."""
+    if "tidy=" not in step or "TidyText(" not in step:
+        return step
+    return step.replace("tidy", "text_repairs").replace("TidyText", "RepairText")

@@ -16,9 +16,9 @@ from typing import Any
 
 from bmforge.data.clean.license import check_places
 from bmforge.data.prepare.barriers import SORT_BYTES
+from bmforge.data.prepare.corpus_index import open_corpus_indexes, write_corpus_index
 from bmforge.data.prepare.disk_space import check_disk_space
 from bmforge.data.prepare.documents import UNREADABLE, DocumentStage
-from bmforge.data.prepare.earlier_corpora import open_earlier, write_earlier
 from bmforge.data.prepare.encode import DUPLICATE
 from bmforge.data.prepare.funnel import Amount, Dropped, Funnel
 from bmforge.data.prepare.join import join_stores
@@ -213,7 +213,7 @@ def _check_settings(
         )
     check_fraction(config.validation_fraction)
     check_encoding(config.read.encoding)
-    open_earlier(config.duplicates.earlier, dedup_config(config.duplicates))
+    open_corpus_indexes(config.duplicates.earlier, dedup_config(config.duplicates))
     check_spans(config.duplicates)
     if config.tokenizer and config.bpe != BpeConfig():
         raise ConfigError("bpe has no effect if tokenizer is set. Remove bpe or tokenizer.")
@@ -317,7 +317,7 @@ def _keep_index(
     counts = [result["documents"] for result in results["documents"]]
     mask = journal.folder(last) / "kept"
     near = dedup_config(config.duplicates)
-    write_earlier(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
+    write_corpus_index(finished, journal.folder("documents"), counts, mask, near, SORT_BYTES)
 
 
 def _move_into_place(work: Path, out: Path) -> None:

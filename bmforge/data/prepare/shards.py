@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.journal import make_key
-from bmforge.data.sources.cuts import LineSplitter, Parts, find_parts, split_kind
+from bmforge.data.sources.file_ranges import LineSplitter, Parts, find_parts, split_kind
 from bmforge.data.sources.files import python_topics
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
@@ -147,9 +147,9 @@ def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut
         identity = (str(path.absolute()), status.st_size, status.st_mtime_ns)
         if identity in seen:
             return seen[identity]
-        how, cutter = split_kind(path), LineSplitter(shard_bytes)
-        digest = _digest(path, cutter.feed if how == "lines" else None)
-        parts = Parts(cutter.cuts(), status.st_size, status.st_size)
+        how, splitter = split_kind(path), LineSplitter(shard_bytes)
+        digest = _digest(path, splitter.feed if how == "lines" else None)
+        parts = Parts(splitter.split_offsets(), status.st_size, status.st_size)
         if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:

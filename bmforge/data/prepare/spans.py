@@ -24,7 +24,15 @@ from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError
 from bmforge.prepare_settings import DuplicatesConfig
 
-__all__ = ["REPEATED", "SPANS", "LeastRepeats", "Repeats", "check_spans", "choose_spans", "without"]
+__all__ = [
+    "REPEATED",
+    "SPANS",
+    "LeastRepeats",
+    "Repeats",
+    "check_spans",
+    "choose_spans",
+    "remove_spans",
+]
 
 REPEATED = "repeated_spans"  # rule name of documents whose text is all repeated
 SPANS = "spans"  # file name
@@ -99,7 +107,7 @@ class Repeats:
         return Drop(REPEATED, None, bound, cut_excerpt(document.text))
 
 
-def without(document: Document, spans: Spans) -> Document:
+def remove_spans(document: Document, spans: Spans) -> Document:
     """Return the document with the given spans cut from its text."""
     return replace(document, text=normalize_text(cut_spans(document.text, spans)))
 
@@ -144,7 +152,7 @@ def choose_spans(
         after[:] = mask
         for position, document in kept():
             spans = find_spans(document)
-            left = without(document, spans) if spans else document
+            left = remove_spans(document, spans) if spans else document
             size = len(left.text.encode())
             text_bytes += size
             if not spans:

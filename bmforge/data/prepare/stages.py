@@ -20,8 +20,8 @@ from typing import Any
 from bmforge.data.dedup.minhash import DedupConfig
 from bmforge.data.prepare.amount_checks import check_any_left, check_unread_members
 from bmforge.data.prepare.barriers import SORT_BYTES, choose_split, find_copies
+from bmforge.data.prepare.corpus_index import CorpusIndex, open_corpus_indexes
 from bmforge.data.prepare.documents import DocumentStage, DocumentsTask, make_documents
-from bmforge.data.prepare.earlier_corpora import EarlierCorpus, open_earlier
 from bmforge.data.prepare.encode import DocumentSplit, EncodeTask, encode_shard, training_texts
 from bmforge.data.prepare.engine import Limits, SkippedEntry, StagePart, Work, run_parts
 from bmforge.data.prepare.journal import Journal, digest_files, make_key
@@ -141,7 +141,7 @@ def make_keys(
     taken = [[step.name, step.version] for step in steps]
     documents = [make_key("documents", shard.key, read, taken) for shard in plan.shards]
     near = dedup_config(repeats)
-    earlier = [index.digest for index in open_earlier(repeats.earlier, near)]
+    earlier = [index.digest for index in open_corpus_indexes(repeats.earlier, near)]
     duplicates = make_key("duplicates", documents, *earlier)
     of_near = ("sketches", duplicates, near.version) if near else ()
     sketches = [make_key(*of_near, shard.number) for shard in plan.shards if near]
@@ -237,7 +237,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
     mask_path = journal.folder("duplicates") / "kept"
     held_out = journal.folder("split") / "held_out"
     near = dedup_config(config.duplicates)
-    earlier = open_earlier(config.duplicates.earlier, near)
+    earlier = open_corpus_indexes(config.duplicates.earlier, near)
     copies = _once(
         journal,
         "duplicates",
@@ -288,7 +288,7 @@ def _choose(counts: tuple[int, ...], work: _Work, results: dict[str, list[Any]])
 
 
 def _drop_near(
-    counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[EarlierCorpus]
+    counts: tuple[int, ...], near: DedupConfig, work: _Work, earlier: Sequence[CorpusIndex]
 ) -> dict[str, Any]:
     """Find near duplicates among the documents that are not exact duplicates; return the result."""
     journal, keys = work.journal, work.keys

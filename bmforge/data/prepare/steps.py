@@ -15,7 +15,7 @@ from bmforge.data.clean.lists import HostBlocklist, WordBlocklist, read_list
 from bmforge.data.clean.normalize import normalize_text
 from bmforge.data.clean.private import MaskPrivate
 from bmforge.data.clean.score_files import read_score
-from bmforge.data.clean.text_repairs import TidyText
+from bmforge.data.clean.text_repairs import RepairText
 from bmforge.data.prepare.documents import NORMALISE, DocumentStage
 from bmforge.data.prepare.examples import DropExamples
 from bmforge.data.sources.document import Document
@@ -26,7 +26,7 @@ __all__ = ["choose_steps"]
 
 _ANY = "any"
 _SCRIPTS = {"simplified": "Hans", "traditional": "Hant"}
-_TIDY = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
+_REPAIRS = ("repair", "invisible", "width", *_SCRIPTS, "boilerplate", "wrapped")
 
 
 def choose_steps(
@@ -41,15 +41,15 @@ def choose_steps(
     Raises:
         ConfigError: a setting of a step has an unknown value.
     """
-    clean, tidy = config.clean, _choose_tidy(config.clean.tidy)
+    clean, repairs = config.clean, _choose_repairs(config.clean.text_repairs)
     steps = _source_steps(config.filter)
-    if "repair" in clean.tidy:
-        repair = TidyText()
+    if "repair" in clean.text_repairs:
+        repair = RepairText()
         steps.append(DocumentStage("repair", repair, repair.version))
     steps.append(NORMALISE)
     steps += _language_steps(config.filter)
-    if tidy != TidyText(repair=False):
-        steps.append(DocumentStage("tidy", _Tidy(tidy), tidy.version))
+    if repairs != RepairText(repair=False):
+        steps.append(DocumentStage("text_repairs", _RepairStep(repairs), repairs.version))
     steps += _quality_steps(config.filter)
     if config.duplicates.decontaminate:
         examples, cut = config.duplicates.decontaminate, config.duplicates.cut_examples
@@ -120,20 +120,22 @@ def _hash_version(version: str) -> str:
     return blake2b(version.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _choose_tidy(names: Sequence[str]) -> TidyText:
+def _choose_repairs(names: Sequence[str]) -> RepairText:
     """Return the text repairs that the settings name, except `repair`, which runs earlier."""
     for name in names:
-        if name not in _TIDY:
+        if name not in _REPAIRS:
             raise ConfigError(
-                f"unknown repair: tidy contains {name!r} (supported: "
-                f"{', '.join(_TIDY)}).{suggest(name, _TIDY)}"
+                f"unknown repair: text_repairs contains {name!r} (supported: "
+                f"{', '.join(_REPAIRS)}).{suggest(name, _REPAIRS)}"
             )
     scripts = [name for name in _SCRIPTS if name in names]
     if len(scripts) > 1:
-        raise ConfigError("tidy lists both 'simplified' and 'traditional'. Keep one of them.")
-    switches = {name: name in names for name in _TIDY if name not in ("repair", *_SCRIPTS)}
+        raise ConfigError(
+            "text_repairs lists both 'simplified' and 'traditional'. Keep one of them."
+        )
+    switches = {name: name in names for name in _REPAIRS if name not in ("repair", *_SCRIPTS)}
     chinese = _SCRIPTS[scripts[0]] if scripts else ""
-    return TidyText(repair=False, chinese=chinese, **switches)
+    return RepairText(repair=False, chinese=chinese, **switches)
 
 
 def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
@@ -148,15 +150,15 @@ def _named_languages(languages: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Tidy:
+class _RepairStep:
     """A step that repairs a text and normalizes the result again."""
 
-    tidy: TidyText
+    repair: RepairText
 
     def __call__(self, document: Document) -> Document | Drop:
-        tidied = self.tidy(document)
+        repaired = self.repair(document)
         return (
-            tidied
-            if isinstance(tidied, Drop)
-            else replace(tidied, text=normalize_text(tidied.text))
+            repaired
+            if isinstance(repaired, Drop)
+            else replace(repaired, text=normalize_text(repaired.text))
         )

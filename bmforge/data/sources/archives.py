@@ -15,7 +15,7 @@ from functools import partial
 from typing import BinaryIO
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.sources.record import ReadOptions, Record, Where, fail, show_name
+from bmforge.data.sources.record import ReadOptions, Record, Where, failed_record, show_name
 from bmforge.errors import DataError
 
 __all__ = [
@@ -167,7 +167,7 @@ def _open(read: Callable[[], bytes], inside: Where) -> BinaryIO | Record:
     try:
         raw = read()
     except UNREADABLE as error:
-        return fail(
+        return failed_record(
             inside.whole(),
             0,
             DataError(

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bmforge.data.clean.drop import Drop
-from bmforge.data.sources.cuts import read_part
 from bmforge.data.sources.document import Document
+from bmforge.data.sources.file_ranges import read_part
 from bmforge.data.sources.kinds import SOURCES, kind_of, read_stream
 from bmforge.data.sources.packed import PACKED
 from bmforge.data.sources.record import ReadOptions, Record, Where, show_name
@@ -209,8 +209,8 @@ def read_records(
     Args:
         path: path of the file.
         options: reader options.
-        begin, end: range in decompressed bytes at line ends, or in rows (`cuts.Parts`); -1 for the
-            end of the file.
+        begin, end: range in decompressed bytes at line ends, or in rows (`file_ranges.Parts`); -1
+            for the end of the file.
         line: number of the line or row at `begin`.
 
     Raises:

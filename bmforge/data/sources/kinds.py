@@ -32,9 +32,9 @@ from bmforge.data.sources.office import (
     read_pptx,
     read_xlsx,
 )
-from bmforge.data.sources.packed import inner_name, packing_of, unpack
+from bmforge.data.sources.packed import decompress_stream, inner_name, packing_of
 from bmforge.data.sources.pdf import read_pdf
-from bmforge.data.sources.record import Reader, ReadOptions, Record, Where, fail, show_name
+from bmforge.data.sources.record import Reader, ReadOptions, Record, Where, failed_record, show_name
 from bmforge.data.sources.tables import read_arrow, read_csv, read_parquet, read_tsv
 from bmforge.data.sources.warc import read_arc, read_warc
 from bmforge.errors import BmforgeError, DataError
@@ -164,7 +164,7 @@ def _read_any(
             yield drop_member(where, "archive_depth", depth, _DEEPEST, _count_bytes(stream))
             return
         budget = where.budget_bytes if depth else 0
-        inner = unpack(stream, packing, str(where), budget)
+        inner = decompress_stream(stream, packing, str(where), budget)
         yield from read_stream(inner, inner_name(name), where, options, depth + 1)
         return
     if kind == "":
@@ -212,7 +212,7 @@ def _read_members(
                 size_bytes = 0  # the size of what follows this record is unknown
                 yield record
         except DataError as error:
-            yield fail(member_where.whole(), size_bytes, error)
+            yield failed_record(member_where.whole(), size_bytes, error)
         except BmforgeError:
             raise
         except Exception as error:  # a parser may stumble over a damaged member in any way
@@ -220,7 +220,7 @@ def _read_members(
                 f"{member_where} cannot be read ({type(error).__name__}: {error}). Remove the "
                 "file from the input."
             )
-            yield fail(member_where.whole(), size_bytes, failure)
+            yield failed_record(member_where.whole(), size_bytes, failure)
 
 
 def _count_bytes(stream: BinaryIO) -> int:

@@ -15,7 +15,7 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
 from bmforge.data.sources.metadata import read_metadata
-from bmforge.data.sources.record import ReadOptions, Record, Where, fail
+from bmforge.data.sources.record import ReadOptions, Record, Where, failed_record
 from bmforge.errors import DataError
 
 __all__ = [
@@ -145,7 +145,7 @@ def read_jsonl(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator
                 f"{location}: the line is longer than {_LONGEST_LINE_BYTES} bytes. Split the "
                 "record, or remove the line."
             )
-            yield fail(where.place(number), len(raw), error)
+            yield failed_record(where.place(number), len(raw), error)
         elif raw.strip():
             lines += 1
             parse = partial(_parse_line, raw, where, number, options)

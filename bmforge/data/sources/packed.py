@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from bmforge.errors import MissingDependencyError
 
-__all__ = ["PACKED", "inner_name", "open_unpacked", "packing_of", "unpack"]
+__all__ = ["PACKED", "inner_name", "open_unpacked", "packing_of", "decompress_stream"]
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 _MAGIC = {
@@ -43,7 +43,7 @@ def packing_of(head: bytes, name: str) -> str:
     return next((suffix for suffix in PACKED if name.lower().endswith(suffix)), "")
 
 
-def unpack(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> BinaryIO:
+def decompress_stream(stream: BinaryIO, packing: str, name: str, most_bytes: int = 0) -> BinaryIO:
     """Return a stream of the decompressed bytes.
 
     Reading raises `OSError` if the compression ratio is implausible for text, or if the output
@@ -65,7 +65,7 @@ def open_unpacked(path: Path) -> BinaryIO:
     """Open a file for reading; compressed files are decompressed according to their name."""
     file = io.BufferedReader(io.FileIO(path))
     packing = packing_of(b"", path.name)
-    return unpack(file, packing, str(path)) if packing else file  # type: ignore[return-value]
+    return decompress_stream(file, packing, str(path)) if packing else file  # type: ignore[return-value]
 
 
 class _RatioLimitedStream(io.RawIOBase):

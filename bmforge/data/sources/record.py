@@ -10,7 +10,7 @@ from bmforge.data.clean.drop import Drop
 from bmforge.data.sources.document import Document
 from bmforge.errors import DataError
 
-__all__ = ["Reader", "ReadOptions", "Record", "Where", "fail", "show_name"]
+__all__ = ["Reader", "ReadOptions", "Record", "Where", "failed_record", "show_name"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def show_name(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def fail(position: str, size_bytes: int, error: DataError) -> Record:
+def failed_record(position: str, size_bytes: int, error: DataError) -> Record:
     """Return a record for damaged input; parsing the record raises `error`."""
 
     def parse() -> Document:

@@ -21,7 +21,7 @@ from bmforge.data.sources.encoding import (
 )
 from bmforge.data.sources.lines import find_text
 from bmforge.data.sources.metadata import METADATA_COLUMNS, read_metadata
-from bmforge.data.sources.record import ReadOptions, Record, Where, fail
+from bmforge.data.sources.record import ReadOptions, Record, Where, failed_record
 from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["read_arrow", "read_csv", "read_parquet", "read_tsv"]
@@ -132,7 +132,7 @@ def _split_rows(
                 "mark."
             )
             size = len("".join(taken).encode("utf-8", "surrogateescape"))
-            yield reader.line_num, fail(where.place(first), size, failure)
+            yield reader.line_num, failed_record(where.place(first), size, failure)
         else:
             yield reader.line_num, row
 

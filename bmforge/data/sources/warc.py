@@ -17,7 +17,7 @@ from bmforge.data.sources.html import parse_page
 from bmforge.data.sources.lines import find_text
 from bmforge.data.sources.metadata import read_metadata
 from bmforge.data.sources.pdf import parse_pdf
-from bmforge.data.sources.record import ReadOptions, Record, Where, fail
+from bmforge.data.sources.record import ReadOptions, Record, Where, failed_record
 from bmforge.errors import DataError, MissingDependencyError
 
 __all__ = ["list_records", "read_arc", "read_warc"]
@@ -40,7 +40,7 @@ def read_warc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[
             return
         if error:
             failure = DataError(f"{where}, record {number}: {error}")
-            yield fail(where.place(number), len(raw), failure)
+            yield failed_record(where.place(number), len(raw), failure)
         elif (kind := _kind(raw)) in _READ_TYPES:
             parse = partial(_parse_record, raw, where, number, options)
             yield Record(where.place(number), len(raw), parse)
@@ -323,12 +323,12 @@ def read_arc(stream: BinaryIO, where: Where, options: ReadOptions) -> Iterator[R
                 f"{where}, record {number}: {line[:80]!r} is not the header of an ARC record. "
                 "Download the file again."
             )
-            yield fail(where.place(number), len(line), error)
+            yield failed_record(where.place(number), len(line), error)
             continue
         body = stream.read(int(words[-1]))
         if len(body) < int(words[-1]):
             error = DataError(f"{where}, record {number} is truncated. Download the file again.")
-            yield fail(where.place(number), len(body), error)
+            yield failed_record(where.place(number), len(body), error)
         elif not words[0].startswith("filedesc:"):
             parse = partial(_parse_arc, body, words, where, number, options)
             yield Record(where.place(number), len(body), parse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError, ShapeError
 from bmforge.nn.prompt import count_ids, with_prompt
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers.segments import encode_segments
 
 __all__ = [
@@ -120,7 +120,7 @@ def _read_together(
     for number, row in enumerate(rows):
         groups.setdefault(next(iter(row.values())).shape, []).append(number)
     results: dict[int, Tensor] = {}
-    with evaluating(model):
+    with eval_mode(model):
         for numbers in groups.values():
             for start in range(0, len(numbers), max_rows):
                 some = numbers[start : start + max_rows]
@@ -184,7 +184,7 @@ def fill_mask(
             "and use a tokenizer that has a mask token."
         )
     predictions = []
-    with evaluating(model):
+    with eval_mode(model):
         for text in [texts] if isinstance(texts, str) else texts:
             (row,) = read_rows(model, [(text, tokenizer)])
             row, _ = _prepend_prompt(model, row)

@@ -19,7 +19,7 @@ from torch import Tensor
 from bmforge.infer.engine.encode import Pooling, check_pooling, pool, read_states
 from bmforge.infer.engine.packed_step import can_batch_sequences
 from bmforge.infer.engine.tasks import EngineTask
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.delta.selection import DeltaNames, choosing_deltas
 
 __all__ = ["Encoding", "Encodings"]
@@ -171,7 +171,7 @@ class Encodings:
         joined = {name: torch.cat([row.arguments[name] for row in rows]) for name in names}
         try:
             choosing = choosing_deltas(self._model, rows[0].encoding.deltas)
-            with evaluating(self._model), torch.no_grad(), choosing:
+            with eval_mode(self._model), torch.no_grad(), choosing:
                 states = read_states(self._model, joined)
         except Exception as error:
             if len(rows) == 1:

@@ -19,7 +19,7 @@ from bmforge.infer.engine.stepped_thread import SteppedThread
 from bmforge.infer.generation import run_decoder
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.openbmb.texts import answer_document, start_cpm_ant
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.delta.selection import choosing_deltas
 
 __all__ = ["UnbatchedRunner"]
@@ -54,7 +54,7 @@ class UnbatchedRunner:
         try:
             # The selection belongs to this thread, on which the model runs.
             selected = choosing_deltas(model, ready.deltas)
-            with selected, evaluating(model), torch.no_grad():
+            with selected, eval_mode(model), torch.no_grad():
                 if is_document(model, ready.request):
                     self._fill_document(ready.request.prompt)
                 elif ready.config.num_beams > 1:

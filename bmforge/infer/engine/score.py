@@ -11,7 +11,7 @@ from torch import Tensor
 from bmforge.balance import leave_out_balance
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, DataError
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["score_pairs"]
 
@@ -39,7 +39,7 @@ def score_pairs(model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]]) ->
         raise ConfigError("pairs is empty. Pass at least one pair (prompt, text) to score.")
     device = next(model.parameters()).device
     losses = []
-    with evaluating(model), torch.no_grad(), leave_out_balance(model):
+    with eval_mode(model), torch.no_grad(), leave_out_balance(model):
         for number, pair in enumerate(pairs):
             prompt, text = (tokenizer.encode(part) for part in pair)
             if prompt and model.traits.is_encoder_decoder:

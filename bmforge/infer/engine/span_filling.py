@@ -17,7 +17,7 @@ from bmforge.infer.decoder import Seq2SeqDecoder
 from bmforge.infer.generation import check_prompt, complete_config, run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.nn.prompt import with_prompt
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 
 __all__ = ["fill_blanks"]
 
@@ -72,7 +72,7 @@ def fill_blanks(
     config = completed.replace(eos_token_id=tuple(dict.fromkeys((*completed.eos_tokens, *ends))))
     source = _read(model, tokenizer, pieces, ends)
     check_prompt(model, source, torch.ones_like(source), config)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         source, _, _ = with_prompt(model.whole().embed, source)
         longest = 1 + count * (1 + config.max_new_tokens)
         decoder = make_decoder(model, source, None, longest)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmforge.infer.engine.tasks import SteppedTask
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers.segments import encode_segments
 from bmforge.tune.delta.selection import DeltaChoice, check_names
 
@@ -50,7 +50,7 @@ def rate_pairs(model: Any, rows: Sequence[PairRow]) -> Tensor:
     """
     device = next(model.parameters()).device
     scores = []
-    with evaluating(model):
+    with eval_mode(model):
         for ids, segments in rows:
             inputs = {"input_ids": ids}
             if model.config.num_segments > 1:

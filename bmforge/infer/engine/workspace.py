@@ -21,7 +21,7 @@ from bmforge.balance import leave_out_balance
 from bmforge.infer.decoder_factory import start_decoder
 from bmforge.models.base import Model
 from bmforge.records import units_of
-from bmforge.surgery import copy_to_meta, evaluating
+from bmforge.surgery import copy_to_meta, eval_mode
 
 __all__ = ["Workspace", "find_workspace", "largest_call", "largest_runs"]
 
@@ -63,7 +63,7 @@ def find_workspace(
     if not isinstance(described, Model) or not described.traces_memory:
         work = _guess(described, call_rows, tokens)
         return Workspace(work.cache_bytes * rows // call_rows, work.step_bytes)
-    with evaluating(described), torch.no_grad():
+    with eval_mode(described), torch.no_grad():
         runs = [_follow(described, run, call_rows, tokens) for run in largest_runs(described)]
     cache = max(need.cache_bytes for need in runs)
     step = max(need.cache_bytes + need.step_bytes for need in runs) - cache

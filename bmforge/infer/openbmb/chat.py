@@ -19,7 +19,7 @@ from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.infer.sampling import find_repeats
 from bmforge.models.seq2seq import Seq2Seq
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers.cpm2 import EVATokenizer
 
 __all__ = ["Chat", "ChatConfig", "join_history"]
@@ -146,7 +146,7 @@ class Chat:
         device = next(self.model.parameters()).device
         ids = torch.tensor([source], device=device)
         start = torch.full_like(ids[:, :1], self.model.config.decoder_start_token_id)
-        with evaluating(self.model), torch.no_grad():
+        with eval_mode(self.model), torch.no_grad():
             decoder = _NoRepeatDecoder(self.model, ids, self._options, self.config.no_repeat_ngram)
             nothing = torch.zeros_like(start[:, 0])
             out = run_decoder(decoder, start, nothing, self._options)[0, 1:].tolist()

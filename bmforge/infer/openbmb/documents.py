@@ -24,7 +24,7 @@ from bmforge.infer.decoder import Decoder
 from bmforge.infer.generation import run_decoder
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.cpm_bee import CPMBee, to_arguments
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers.cpm_bee.prompt import Prompt, PromptBatch, collate_prompts, encode_prompt
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer
 
@@ -91,7 +91,7 @@ def fill_documents(
         except DataError as error:
             raise DataError(f"document {number}: {error}") from error
     filled = []
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         for start in range(0, len(prompts), batch_size):
             filled += _fill(model, tokenizer, prompts[start : start + batch_size], config)
     return filled
@@ -127,7 +127,7 @@ def fill_each(
     while group := list(islice(left, batch_size)):
         encoded = [_encode(document, tokenizer, longest) for document in group]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             answered = iter(_fill(model, tokenizer, prompts, config) if prompts else ())
         for prompt in encoded:
             yield next(answered) if isinstance(prompt, Prompt) else prompt

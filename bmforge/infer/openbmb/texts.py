@@ -30,7 +30,7 @@ from bmforge.infer.openbmb.documents import fill_each
 from bmforge.infer.openbmb.hypotheses import search_hypotheses
 from bmforge.infer.options import GenerationConfig
 from bmforge.models.causal_lm import CausalLM
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tokenizers import CPM2Tokenizer, CPMBeeTokenizer
 
 __all__ = [
@@ -221,7 +221,7 @@ def _continue_cpm_ant(
 ) -> str:
     """Continue a text as CPM-Ant's original code does."""
     config = complete_config(model, GenerationConfig(**options))
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         prompt = encode_cpm_ant_prompt(tokenizer, ids)
         decoder, start = start_cpm_ant(model, tokenizer, prompt, config)
         if config.num_beams > 1:

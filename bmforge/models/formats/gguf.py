@@ -31,7 +31,7 @@ from bmforge.models.formats.gguf_names import (
     is_permuted,
     restore_rows,
 )
-from bmforge.models.formats.safe_file import CheckedFile, identify
+from bmforge.models.formats.safe_file import CheckedFile, read_file_identity
 from bmforge.models.weights import WeightRule
 from bmforge.nn.packing import QuantSpec
 
@@ -211,14 +211,14 @@ class GgufFile(CheckedFile):
 
 
 def _identify(path: Path) -> tuple[int, int, int]:
-    """Open a file and return its identity (see `safe_file.identify`).
+    """Open a file and return its identity (see `safe_file.read_file_identity`).
 
     Raises:
         CheckpointError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
-            return identify(file.fileno())
+            return read_file_identity(file.fileno())
     except OSError as error:
         raise CheckpointError(
             f"cannot read {str(path)!r} ({error.strerror}). Check its path and permissions."

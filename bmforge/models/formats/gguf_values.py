@@ -16,7 +16,7 @@ from bmforge.nn.packed_store import PackedStore
 from bmforge.nn.quantized import element_scales
 from bmforge.surgery import persistent_tensors
 
-__all__ = ["describe_plain", "find_scales", "find_values", "quantizer", "stored_parts"]
+__all__ = ["describe_plain", "find_scales", "find_values", "make_quantizer", "stored_parts"]
 
 _CHUNK_VALUES = 1 << 22
 _BLOCK = 32  # number of values in a Q8_0 block, which share an fp16 scale
@@ -109,7 +109,7 @@ def describe_plain(model: Model) -> Model:
     return plain
 
 
-def quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
+def make_quantizer(gguf: Any, kind: str) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that quantizes fp32 rows to a tensor type with the package `gguf`."""
     number = gguf.GGMLQuantizationType[kind]
     return lambda values: gguf.quants.quantize(values, number)

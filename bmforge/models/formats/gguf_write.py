@@ -371,7 +371,7 @@ def _write(path: Path, architecture: Architecture, values: dict[str, Any], plan:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, entry in track(list(entries.items()), "write tensors"):
-            quantize = packed.quantizer(gguf, entry.kind)
+            quantize = packed.make_quantizer(gguf, entry.kind)
             stored = np.empty(entry.size, np.uint8)
             done = 0
             scales = plan.load_scales(name) if entry.kind == "Q8_0" else None

@@ -34,7 +34,7 @@ __all__ = [
     "Read",
     "SafeFile",
     "TensorFile",
-    "identify",
+    "read_file_identity",
     "read_slice",
     "run_reads",
     "write_file",
@@ -89,7 +89,7 @@ class CheckedFile:
 
     Args:
         path: path of the file.
-        identity: result of `identify` when the file was opened.
+        identity: result of `read_file_identity` when the file was opened.
     """
 
     def __init__(self, path: Path, identity: tuple[int, int, int]) -> None:
@@ -101,7 +101,7 @@ class CheckedFile:
 
         Another program may have replaced or changed the file in between.
         """
-        if identify(descriptor) != self._identity:
+        if read_file_identity(descriptor) != self._identity:
             raise CheckpointError(
                 f"{str(self.path)!r} was changed while it was being read. Load the model again."
             )
@@ -129,7 +129,7 @@ class SafeFile(CheckedFile):
             with safe_open(path, framework="numpy"):
                 pass
             with path.open("rb") as file:
-                identity = identify(file.fileno())
+                identity = read_file_identity(file.fileno())
                 (length,) = struct.unpack("<Q", file.read(8))
                 header: dict[str, Any] = json.loads(file.read(length))
         except (SafetensorError, OSError, ValueError, struct.error) as error:
@@ -315,7 +315,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def identify(descriptor: int) -> tuple[int, int, int]:
+def read_file_identity(descriptor: int) -> tuple[int, int, int]:
     """Return the identity of an open file: inode, size and modification time."""
     status = os.fstat(descriptor)
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -21,7 +21,7 @@ from bmforge.models.transformers.library import (
     AUTO_CLASSES,
     config_from_json,
     find_auto_class,
-    supports,
+    is_supported_type,
 )
 
 __all__ = ["TransformersConfig", "TransformersTraits", "own_config"]
@@ -114,7 +114,7 @@ class TransformersConfig(ModelConfig):
     @classmethod
     def opens(cls, raw: dict[str, Any]) -> bool:
         """Return True for every architecture that the installed transformers supports."""
-        return supports(str(raw.get("model_type")))
+        return is_supported_type(str(raw.get("model_type")))
 
     @classmethod
     def from_hf(

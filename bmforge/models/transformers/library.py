@@ -15,7 +15,7 @@ __all__ = [
     "find_auto_class",
     "load_library",
     "strict_error",
-    "supports",
+    "is_supported_type",
 ]
 
 # bmforge's head -> (transformers' auto class, its table of class names). A config.json without
@@ -74,7 +74,7 @@ def _table(name: str) -> dict[str, Any]:
     return getattr(module, name)
 
 
-def supports(model_type: str) -> bool:
+def is_supported_type(model_type: str) -> bool:
     """Return True if the installed transformers supports the model_type."""
     load_library(f"model_type={model_type!r}")
     module = importlib.import_module("transformers.models.auto.configuration_auto")
@@ -97,7 +97,7 @@ def config_from_json(raw: dict[str, Any]) -> Any:
         ConfigError: transformers does not support the model_type, or rejects a field.
     """
     kind = str(raw.get("model_type"))
-    if not supports(kind):
+    if not is_supported_type(kind):
         raise ConfigError(
             f"the installed transformers does not support model_type={kind!r}. Install a newer "
             "transformers."

@@ -230,14 +230,14 @@ class TransformersModel(Model):
         after the blocks.
         """
         blocks = tuple(f"{stack}.*" for stack in self.structure.stacks)
-        cuts, refusal = find_tensor_plan(self)
+        tensor_rules, refusal = find_tensor_plan(self)
         split_points = self.behavior.split_points
         called = self.called_linear()
         first, last = stage_ends(self.structure, split_points.after)
         return LayoutRules(
             zero_units=blocks,
             recompute_units=blocks,
-            tensor_parallel=() if refusal else cuts,
+            tensor_parallel=() if refusal else tensor_rules,
             tensor_refusal=refusal,
             stacks=() if split_points.refusal else self.structure.stacks[:1],
             pipeline_first=first,
@@ -329,10 +329,10 @@ class TransformersModel(Model):
             self.structure,
             self.behavior.split_points,
             self.get_submodule(self.structure.stacks[0]).span,  # type: ignore[arg-type]
-            self.arrived,
+            self.stage_inputs,
         )
         out = run_stage(modules, run)
-        return ModelOutput(carry=(out,)) if isinstance(out, Tensor) else out
+        return ModelOutput(stage_outputs=(out,)) if isinstance(out, Tensor) else out
 
     @cached_property
     def _arguments(self) -> frozenset[str]:

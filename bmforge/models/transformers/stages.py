@@ -36,11 +36,11 @@ _ATOL = 1e-5
 
 
 class StageEnd(Exception):  # noqa: N818 - not an error: it ends a forward
-    """Exception that ends the forward pass of a stage; `carry` is the next stage's input."""
+    """Exception that ends the forward pass of a stage; `output` is the next stage's input."""
 
-    def __init__(self, carry: Tensor) -> None:
+    def __init__(self, output: Tensor) -> None:
         super().__init__("the last block of the stage")
-        self.carry = carry
+        self.output = output
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def stage_modules(
     structure: Structure,
     split_points: SplitPoints,
     span: Span,
-    arrived: tuple[Tensor, ...],
+    stage_inputs: tuple[Tensor, ...],
 ) -> Iterator[None]:
     """Context manager: replace the modules of other stages with stand-ins.
 
@@ -133,7 +133,7 @@ def stage_modules(
         structure: names of the main modules.
         split_points: result of `find_split_points`.
         span: range of this stage's blocks.
-        arrived: activations received from the previous stage; empty on the first stage.
+        stage_inputs: activations received from the previous stage; empty on the first stage.
     """
     name = structure.stacks[0]
     stack, blocks = foreign.get_submodule(name), dict(whole.get_submodule(name).named_children())
@@ -143,12 +143,12 @@ def stage_modules(
     for number, (key, block) in enumerate(blocks.items()):
         if span.first <= number < span.last:
             continue
-        value = arrived[0] if number == span.first - 1 else None
+        value = stage_inputs[0] if number == span.first - 1 else None
         outputs = split_points.forms.get(type(block).__name__, 0)
         stack._modules[key] = _OtherBlock(block, outputs, value, ends=number == span.last)
     if span.first:
         source = whole.get_submodule(structure.embed)
-        owner._modules[leaf] = _NoEmbedding(source, arrived[0])
+        owner._modules[leaf] = _NoEmbedding(source, stage_inputs[0])
     try:
         yield
     finally:
@@ -167,7 +167,7 @@ def run_stage(modules: Any, run: Callable[[], T]) -> T | Tensor:
         try:
             return run()
         except StageEnd as end:
-            return end.carry
+            return end.output
 
 
 def _observe(foreign: Any, structure: Structure, run: Callable[[], Any]) -> SplitPoints:
@@ -218,15 +218,17 @@ def find_split_points(
         return split_points
     total = len(list(small_copy.get_submodule(structure.stacks[0]).children()))
     for cut in range(1, total):
-        arrived: tuple[Tensor, ...] = ()
+        stage_inputs: tuple[Tensor, ...] = ()
         for span in (Span(0, cut, total), Span(cut, total, total)):
-            modules = stage_modules(small_copy, small_copy, structure, split_points, span, arrived)
+            modules = stage_modules(
+                small_copy, small_copy, structure, split_points, span, stage_inputs
+            )
             try:
                 out = run_stage(modules, run)
             except Exception as error:  # any code of transformers may need what a stand-in lacks
                 reason = f"it reads other blocks in its forward ({type(error).__name__})"
                 return replace(split_points, refusal=reason)
-            arrived = (out,)
+            stage_inputs = (out,)
         if out.shape != expected.shape or not torch.allclose(out, expected, atol=_ATOL):
             return replace(split_points, refusal="more than one tensor passes between its blocks")
     return split_points

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from bmforge.models.rules import TensorCut
+from bmforge.models.rules import TensorParallelRule
 from bmforge.nn.dense_weight import is_conv1d
 from bmforge.nn.foreign_experts import is_foreign_experts
 from bmforge.nn.int8 import Int8Linear
@@ -28,7 +28,7 @@ from bmforge.surgery import match_glob
 
 __all__ = ["find_tensor_plan"]
 
-# transformers' style of a linear layer -> style of `TensorCut`.
+# transformers' style of a linear layer -> style of `TensorParallelRule`.
 _LINEAR = {
     "colwise": "own_column",
     "rowwise": "row",
@@ -46,19 +46,19 @@ _LEAST_COLUMNS = 8
 _BEFORE = ("_a_proj", "_a_layernorm", "_a_norm", "gate", "router", "kv_a_proj_with_mqa")
 
 
-def find_tensor_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
+def find_tensor_plan(model: Any) -> tuple[tuple[TensorParallelRule, ...], str]:
     """Return the tensor-parallel plan, and the reason why it cannot be used ("" if it can).
 
     Args:
         model: `TransformersModel` to shard.
     """
-    cuts, problem = _find_stated_plan(model)
+    rules, problem = _find_stated_plan(model)
     if problem:
-        cuts = _gather_each_layer(model)
-    return cuts, "" if cuts else problem
+        rules = _gather_each_layer(model)
+    return rules, "" if rules else problem
 
 
-def _find_stated_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
+def _find_stated_plan(model: Any) -> tuple[tuple[TensorParallelRule, ...], str]:
     """Return the plan that transformers states, or the reason why it cannot be used."""
     config = model.foreign.config.get_text_config(decoder=True)
     stated = getattr(config, "base_model_tp_plan", None) or {}
@@ -71,10 +71,10 @@ def _find_stated_plan(model: Any) -> tuple[tuple[TensorCut, ...], str]:
     plan = {(f"{owner}.{glob}" if owner else glob): style for glob, style in stated.items()}
     modules = {n: m for n, m in model.named_modules() if n.startswith(f"{stack}.")}
     styles = {n: style for n in modules for glob, style in plan.items() if match_glob(n, glob)}
-    cuts, problem = _make_cuts(modules, styles, config)
-    if problem or not cuts:
+    rules, problem = _make_rules(modules, styles, config)
+    if problem or not rules:
         return (), problem or "its tensor-parallel plan contains no linear layer of the blocks"
-    return cuts, _find_uncovered(model, modules, styles)
+    return rules, _find_uncovered(model, modules, styles)
 
 
 def _has_equal_heads(config: Any) -> bool:
@@ -87,11 +87,11 @@ def _has_equal_heads(config: Any) -> bool:
     return True
 
 
-def _gather_each_layer(model: Any) -> tuple[TensorCut, ...]:
+def _gather_each_layer(model: Any) -> tuple[TensorParallelRule, ...]:
     """Return the plan that shards each linear layer by its outputs and gathers them."""
     layers = {name: model.get_submodule(name) for name in model.called_linear()}
     return tuple(
-        TensorCut(name, "gathered_column", outputs)
+        TensorParallelRule(name, "gathered_column", outputs)
         for name, layer in layers.items()
         if (outputs := _count_outputs(layer)) and outputs % _LEAST_COLUMNS == 0
     )
@@ -104,28 +104,28 @@ def _count_outputs(layer: nn.Module) -> int:
     return 0 if sizes is None else sizes[1]
 
 
-def _make_cuts(
+def _make_rules(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], config: Any
-) -> tuple[tuple[TensorCut, ...], str]:
-    """Convert transformers' tensor-parallel styles to `TensorCut`s.
+) -> tuple[tuple[TensorParallelRule, ...], str]:
+    """Convert transformers' tensor-parallel styles to `TensorParallelRule`s.
 
     Returns:
-        one `TensorCut` per module in `styles`, and ""; or () and an error message that names the
-        first unsupported style
+        one rule per module in `styles`, and ""; or () and an error message that names the first
+        unsupported style
     """
-    cuts = []
+    rules = []
     for name, style in styles.items():
         module = modules[name]
         if style == _HEAD_NORM:
-            cuts.append(TensorCut(name, "head_norm"))
+            rules.append(TensorParallelRule(name, "head_norm"))
         elif _is_linear(module) and style in _LINEAR:
-            cuts.append(_cut_linear(name, module, _LINEAR[style], config))
+            rules.append(_make_linear_rule(name, module, _LINEAR[style], config))
         elif not (style in _WHOLE and not isinstance(module, nn.Linear)):
             return (), (
                 f"its tensor-parallel plan shards {name} as {style!r}, which bmforge does not "
                 "support"
             )
-    return tuple(cuts), ""
+    return tuple(rules), ""
 
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -133,8 +133,8 @@ def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear or isinstance(module, Int8Linear)
 
 
-def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> TensorCut:
-    """Return the `TensorCut` of a linear layer; its units are heads or indivisible rows."""
+def _make_linear_rule(name: str, module: nn.Linear, style: str, config: Any) -> TensorParallelRule:
+    """Return the rule of a linear layer; its units are heads or indivisible rows."""
     units = 0
     if style == "shared_tail":
         units = int(config.qk_rope_head_dim)
@@ -145,7 +145,7 @@ def _cut_linear(name: str, module: nn.Linear, style: str, config: Any) -> Tensor
         units = int(heads)
     elif name.rpartition(".")[2] in ("q_proj", "o_proj", "q_b_proj", "kv_b_proj"):
         units = int(config.num_attention_heads)
-    return TensorCut(name, style, units)
+    return TensorParallelRule(name, style, units)
 
 
 def _find_uncovered(model: Any, modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> str:

@@ -42,7 +42,7 @@ def multiply_panels(
 
 
 @jit
-def choose(number, first, second, third, COUNT: tl.constexpr):
+def select_operand(number, first, second, third, COUNT: tl.constexpr):
     """Return `first`, `second` or `third` for the numbers 0, 1 and 2, which are below COUNT."""
     # Which matrix a program reads is known at run time only, so pointers are selected by value.
     if COUNT > 1:
@@ -86,18 +86,22 @@ def multiply_matrices(
     START2: tl.constexpr = START1 + (N1 + W - 1) // W
     part = tl.program_id(0)
     number = (part >= START1).to(tl.int32) + (part >= START2).to(tl.int32)
-    panel = (part - choose(number, 0, START1, START2, COUNT)) * Q
-    rows = choose(number, N, N1, N2, COUNT)
+    panel = (part - select_operand(number, 0, START1, START2, COUNT)) * Q
+    rows = select_operand(number, N, N1, N2, COUNT)
     t = tl.program_id(1) * T + tl.arange(0, T)
     total = multiply_panels(
-        choose(number, packed, packed1, packed2, COUNT),
-        choose(number, scales, scales1, scales2, COUNT),
-        choose(number, minima, minima1, minima2, COUNT),
-        choose(number, bias, bias1, bias2, COUNT),
+        select_operand(number, packed, packed1, packed2, COUNT),
+        select_operand(number, scales, scales1, scales2, COUNT),
+        select_operand(number, minima, minima1, minima2, COUNT),
+        select_operand(number, bias, bias1, bias2, COUNT),
         values, value_scales, sums, panel, t, tokens, rows, KIND, K, T, BITS, G, PLAIN, HAS_BIAS,
         PAIRS, EMULATE, STAGES, C, Q, FULL,
     ).to(out.dtype.element_ty)  # fmt: skip
     row = panel * 16 + tl.arange(0, W)
     inside = (t < tokens)[:, None] & (row < rows)[None, :]
-    address = choose(number, out, out1, out2, COUNT) + t.to(tl.int64)[:, None] * rows + row[None, :]
+    address = (
+        select_operand(number, out, out1, out2, COUNT)
+        + t.to(tl.int64)[:, None] * rows
+        + row[None, :]
+    )
     tl.store(address, total, mask=inside)

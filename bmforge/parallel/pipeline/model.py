@@ -1,9 +1,10 @@
 """Pipelined model: this rank's stages, training steps, other calls and shared parameters.
 
 The model remains one module with the same parameter names, but has only this rank's blocks. Every
-stage runs the model's own forward: `span`, set on each stack, selects the blocks, and `arrived`
-contains the activations of the previous stage. Outside a training step a call of the model runs all
-stages and returns the result on every rank, so evaluation and generation need no changes.
+stage runs the model's own forward: `span`, set on each stack, selects the blocks, and
+`stage_inputs` contains the activations of the previous stage. Outside a training step a call of the
+model runs all stages and returns the result on every rank, so evaluation and generation need no
+changes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bmforge.batch import Batch
 from bmforge.errors import ConfigError
 from bmforge.parallel.pipeline.messages import Link
 from bmforge.parallel.pipeline.run import Pipeline
-from bmforge.parallel.pipeline.schedules import Schedule, problems, write_schedule
+from bmforge.parallel.pipeline.schedules import Schedule, schedule_problems, write_schedule
 from bmforge.parallel.pipeline.stages import StageAssignment
 from bmforge.parallel.zero import groups_of_state
 from bmforge.records import as_stack_, fill_slot_, find_parallel_record
@@ -43,15 +44,15 @@ class _Stage:
     owner: PipelinedModel
     number: int
 
-    def forward(self, carry: tuple[Tensor, ...] | None, micro_batch: Batch) -> Any:
+    def forward(self, stage_inputs: tuple[Tensor, ...] | None, micro_batch: Batch) -> Any:
         """Run the model with this stage's blocks."""
         model = self.owner.model
         self.owner.show_stage(self.number)
-        fill_slot_(model, "arrived", carry or ())
+        fill_slot_(model, "stage_inputs", stage_inputs or ())
         result = self.owner.run(micro_batch)
-        carried = self.owner.output.carry
+        stage_outputs = self.owner.output.stage_outputs
         self.owner.output = None
-        return result if carried is None else carried
+        return result if stage_outputs is None else stage_outputs
 
 
 class PipelinedModel:
@@ -170,7 +171,7 @@ class PipelinedModel:
             losses = pipeline.step(micro_batches)
         finally:
             self.run, self._is_inside = self._refuse, False
-            fill_slot_(self.model, "arrived", ())
+            fill_slot_(self.model, "stage_inputs", ())
         reduce_gradients_(self.model, sharded)
         # After the reduction over replicas, so that only the local shards are sent.
         self._sum_shared_gradients_()
@@ -188,7 +189,7 @@ class PipelinedModel:
             return pipeline.run_forward_only(micro_batches, share=share)
         finally:
             self.run, self._is_inside = self._refuse, False
-            fill_slot_(self.model, "arrived", ())
+            fill_slot_(self.model, "stage_inputs", ())
 
     def _forward(self, inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replacement of the model's forward: run one stage inside a step, otherwise all stages."""
@@ -209,7 +210,7 @@ class PipelinedModel:
         def run(inputs: Batch) -> Any:
             self.output = inner(*args, **inputs)
             kind.append(self.output)
-            if self.output.carry is not None:
+            if self.output.stage_outputs is not None:
                 return None
             return tuple(v if isinstance(v, Tensor) else None for v in self.output)
 
@@ -227,7 +228,7 @@ class PipelinedModel:
         """Minimum number of micro-batches of the schedule."""
         name, per_rank = self.schedule
         size = self.mesh["pp"].size()
-        return next(n for n in range(1, 8 * size) if not problems(name, size, n, per_rank))
+        return next(n for n in range(1, 8 * size) if not schedule_problems(name, size, n, per_rank))
 
     def _build(self, num_micro_batches: int | None) -> Schedule:
         name, per_rank = self.schedule

@@ -31,11 +31,11 @@ Sync = Callable[[int, bool], None]
 class Stage(Protocol):
     """One pipeline stage of a model."""
 
-    def forward(self, carry: Tensors | None, micro_batch: Batch) -> Tensors | Tensor:
+    def forward(self, stage_inputs: Tensors | None, micro_batch: Batch) -> Tensors | Tensor:
         """Run the forward of this stage.
 
         Args:
-            carry: output of the previous stage; None for the first stage. It must not be
+            stage_inputs: output of the previous stage; None for the first stage. It must not be
                 changed in place, because its send may still be running.
             micro_batch: complete micro-batch; every stage uses the fields that it needs.
 
@@ -189,15 +189,15 @@ class Pipeline:
 
     def _forward(self, run: _ScheduleState, stage: int, micro_batch: int) -> None:
         message = StageMessage("forward", stage, micro_batch)
-        carry = self._take(run, message._replace(stage=stage - 1)) if stage else None
-        result = self._stages[stage].forward(carry, run.micro_batches[micro_batch])
+        stage_inputs = self._take(run, message._replace(stage=stage - 1)) if stage else None
+        result = self._stages[stage].forward(stage_inputs, run.micro_batches[micro_batch])
         outputs = (result,) if isinstance(result, Tensor) else result
         training = torch.is_grad_enabled()
         if training:
             # Gradient edges instead of outputs: the graph does not need the values of the outputs,
             # whose memory is freed after the send.
             run.saved[stage, micro_batch] = _ForwardState(
-                [t if t is not None and t.requires_grad else None for t in carry or ()],
+                [t if t is not None and t.requires_grad else None for t in stage_inputs or ()],
                 [get_gradient_edge(t) if _wants_gradient(t) else None for t in outputs],
             )
         if stage < self._last:

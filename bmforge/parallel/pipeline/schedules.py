@@ -27,7 +27,7 @@ __all__ = [
     "Schedule",
     "write_schedule",
     "forward_only",
-    "problems",
+    "schedule_problems",
     "smallest_schedule",
 ]
 
@@ -266,7 +266,7 @@ def _rounds(num_ranks: int, num_micro_batches: int) -> int:
     return max(1, num_micro_batches // num_ranks)
 
 
-def problems(
+def schedule_problems(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None
 ) -> list[str]:
     """Return the reasons why this schedule cannot be built; see `write_schedule`."""
@@ -319,9 +319,9 @@ def write_schedule(
 
     Raises:
         ConfigError: the name is unknown or the numbers are invalid; the message lists all
-            `problems`.
+            `schedule_problems`.
     """
-    reasons = problems(name, num_ranks, num_micro_batches, stages_per_rank)
+    reasons = schedule_problems(name, num_ranks, num_micro_batches, stages_per_rank)
     if reasons:
         raise ConfigError(f"the pipeline schedule cannot be built: {'; '.join(reasons)}.")
     recipe = _RECIPES[name]
@@ -345,7 +345,7 @@ def smallest_schedule(name: str, ranks: int, per_rank: int | None) -> Schedule |
     The result is used to look up the rank of each stage.
     """
     counts = range(1, 16 * ranks + 1)
-    fits = (n for n in counts if not problems(name, ranks, n, per_rank))
+    fits = (n for n in counts if not schedule_problems(name, ranks, n, per_rank))
     count = next(fits, None)
     return None if count is None else write_schedule(name, ranks, count, per_rank)
 

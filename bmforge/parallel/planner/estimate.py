@@ -12,7 +12,7 @@ from torch import nn
 from bmforge.errors import ConfigError
 from bmforge.parallel.layout import Layout
 from bmforge.parallel.pipeline.replay import replay
-from bmforge.parallel.pipeline.schedules import problems, write_schedule
+from bmforge.parallel.pipeline.schedules import schedule_problems, write_schedule
 from bmforge.parallel.planner.fake_op_cache import FakeOpCache
 from bmforge.parallel.planner.hardware import Cluster
 from bmforge.parallel.planner.peak import (
@@ -385,7 +385,9 @@ def _in_flight(layout: Layout, count: int) -> tuple[float, ...]:
     if name == "1f1b":
         return tuple(float(min(size - rank, count)) for rank in range(size))
     fitting = (
-        n for n in range(min(count, 2 * size), 8 * size) if not problems(name, size, n, per_rank)
+        n
+        for n in range(min(count, 2 * size), 8 * size)
+        if not schedule_problems(name, size, n, per_rank)
     )
     schedule = write_schedule(name, size, next(fitting), per_rank)
     share = schedule.num_stages // size

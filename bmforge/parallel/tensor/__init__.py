@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism; start at `cuts.py`."""
+"""Tensor and sequence parallelism; start at `sharding.py`."""

@@ -1,4 +1,4 @@
-"""Tensor-parallel computation for each sharding style; see `cuts.py`."""
+"""Tensor-parallel computation for each sharding style; see `sharding.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "TensorGroup",
     "add_up_",
     "use_separate_random_numbers_",
-    "hide",
+    "hide_bias",
     "is_mixture",
     "view_here",
 ]
@@ -183,14 +183,14 @@ def _draw_apart(
         return inner(*args, **kwargs)
 
 
-def hide(parameter: Tensor) -> None:
+def hide_bias(parameter: Tensor) -> None:
     """Return None as a layer's bias during its product; the bias is added after the all-reduce."""
 
 
 def add_up_(module: Any, tensor: TensorGroup) -> None:
     """All-reduce the partial products of a row-sharded layer, then add the bias once.
 
-    The module computes its product without bias (`hide`), in any weight format. This hook runs
+    The module computes its product without bias (`hide_bias`), in any weight format. This hook runs
     last, after attached adapters have added their outputs.
     """
     module.register_forward_hook(partial(_sum_products, tensor))

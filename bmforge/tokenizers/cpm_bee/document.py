@@ -22,7 +22,7 @@ from bmforge.tokenizers.cpm_bee.segments import (
     MAX_NESTING,
     Segment,
     flatten_document,
-    relate,
+    segment_relations,
 )
 from bmforge.tokenizers.cpm_bee.tokenizer import CPMBeeTokenizer, is_special
 
@@ -91,7 +91,7 @@ class EncodedDocument(NamedTuple):
         subs: (T,) int32, sub ids; 0 for tokens of the vocabulary.
         context: (T,) bool, False for tokens that the model generates.
         segs: (T,) int32, segment indices.
-        segment_rel: (n * n,) int32, relations between segments, see `relate`.
+        segment_rel: (n * n,) int32, relations between segments, see `segment_relations`.
         n_segments: number n of segments.
         answers: one slot for each text under ``<ans>``, in generation order.
         extension: extension table of special tokens and text that the vocabulary lacks.
@@ -132,7 +132,7 @@ def encode_document(
         extension: extension table of earlier documents in the same sample; a copy is extended.
         blank_answers: ignore the texts under ``<ans>``, as for a prompt.
         order_key: seed for shuffling the keys under ``<ans>``; if None, their order is kept.
-        max_depth: depth limit of the segment relations; see `relate`.
+        max_depth: depth limit of the segment relations; see `segment_relations`.
         max_nesting: maximum depth of a text below the root.
 
     Raises:
@@ -164,7 +164,9 @@ def encode_document(
         for i, segment in enumerate(segments)
         if segment.answer
     )
-    relations = relate([s.parent for s in segments], [s.depth for s in segments], max_depth)
+    relations = segment_relations(
+        [s.parent for s in segments], [s.depth for s in segments], max_depth
+    )
     return EncodedDocument(
         np.ascontiguousarray(ids), np.ascontiguousarray(subs), ~written[segs], segs,
         relations, len(segments), slots, extension,

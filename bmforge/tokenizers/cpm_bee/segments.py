@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from bmforge.errors import DataError
 
-__all__ = ["ANSWER_KEY", "MAX_DEPTH", "MAX_NESTING", "Segment", "flatten_document", "relate"]
+__all__ = [
+    "ANSWER_KEY",
+    "MAX_DEPTH",
+    "MAX_NESTING",
+    "Segment",
+    "flatten_document",
+    "segment_relations",
+]
 
 ANSWER_KEY = "<ans>"
 MAX_DEPTH = 8
@@ -128,7 +135,7 @@ class _Walk(NamedTuple):
         return [keys[i] for i in sorted(range(len(keys)), key=digests.__getitem__)]
 
 
-def relate(
+def segment_relations(
     parents: Sequence[int], depths: Sequence[int], max_depth: int = MAX_DEPTH
 ) -> NDArray[np.int32]:
     """Return the relations between all pairs of segments.

@@ -47,7 +47,7 @@ from bmforge.train.checkpoint.write import (
     DiskFullError,
     Fault,
     no_fault,
-    publish,
+    write_checkpoint,
 )
 
 __all__ = [
@@ -102,7 +102,7 @@ def save_checkpoint(
     )
     if blocking or snapshot.is_late:
         try:
-            publish(folder, snapshot, peers)
+            write_checkpoint(folder, snapshot, peers)
         finally:
             peers.close()
     else:
@@ -113,7 +113,7 @@ def save_checkpoint(
 
 def _publish_or_warn(directory: Path, snapshot: Snapshot, peers: Peers) -> None:
     try:
-        publish(directory, snapshot, peers)
+        write_checkpoint(directory, snapshot, peers)
     except Exception as error:
         get_logger().warning("%s", error)
     finally:
@@ -324,11 +324,11 @@ class Checkpointer:
         """Write a checkpoint; if the disk is full, delete the oldest checkpoint and retry."""
         arguments = self.directory, snapshot, self._peers, self._fault, self._verified
         try:
-            publish(*arguments)
+            write_checkpoint(*arguments)
         except DiskFullError:
             if not self._peers.broadcast(self._peers.rank == 0 and self._make_room(snapshot.step)):
                 raise
-            publish(*arguments)
+            write_checkpoint(*arguments)
 
     def _make_room(self, step: int) -> bool:
         try:

@@ -84,8 +84,8 @@ class ChunkReader:
         """Return the region `box` of the saved tensor `name`, on the host, in the saved dtype."""
         record = self._tensors[name]
         result = torch.empty(box.lengths, dtype=getattr(torch, record["dtype"]))
-        # Chunks do not overlap, as `publish` checks that their sizes add up to the tensor's, so
-        # counting the copied elements is enough to find gaps.
+        # Chunks do not overlap, as `write_checkpoint` checks that their sizes add up to the
+        # tensor's, so counting the copied elements is enough to find gaps.
         missing = box.numel
         for chunk in record["chunks"]:
             source = Box(tuple(chunk["offsets"]), tuple(chunk["lengths"]))

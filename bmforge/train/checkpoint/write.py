@@ -51,7 +51,7 @@ from bmforge.train.checkpoint.peers import Peers
 from bmforge.train.checkpoint.read import ChunkReader
 from bmforge.train.checkpoint.state import Snapshot
 
-__all__ = ["FAULT_POINTS", "Fault", "DiskFullError", "no_fault", "publish"]
+__all__ = ["FAULT_POINTS", "Fault", "DiskFullError", "no_fault", "write_checkpoint"]
 
 # Disk full, and quota exceeded.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -111,7 +111,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> _Outcome:
         return _Outcome(error=text, no_room=no_room)
 
 
-def publish(
+def write_checkpoint(
     directory: Path,
     snapshot: Snapshot,
     peers: Peers,

@@ -76,11 +76,11 @@ class ParallelAdapter(Delta):
         pairs = [(reads_at.get(n, n), n) for n in arguments.pop("targets")]
         return cls(model, pairs, name=name, **arguments)
 
-    def _settle_names(self) -> list[str]:
+    def _find_target_names(self) -> list[str]:
         if self.pairs is None and not _has_mlps(self.model):
             self.pairs = [("attn", "attn"), ("mlp.up", "mlp.down")]
         if self.pairs is None:
-            return super()._settle_names()
+            return super()._find_target_names()
         reads_at: dict[str, str] = {}
         for first, second in self.pairs:
             reads, writes = (

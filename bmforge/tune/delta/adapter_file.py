@@ -1,9 +1,10 @@
-"""Reads and writes the tensor files of adapter directories."""
+"""Reads and writes the tensor files and bmforge's own config fields of adapter directories."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-__all__ = ["MARK", "copies_apart", "read_labels", "read_pickle", "read_weights", "set_labels_"]
+from bmforge.nn.part_kinds import PART_KINDS, rename_options
+
+__all__ = [
+    "MARK",
+    "copies_apart",
+    "read_labels",
+    "read_options",
+    "read_pickle",
+    "read_weights",
+    "set_labels_",
+]
 
 # Key of bmforge's own metadata in the tensor file and in adapter_config.json.
 MARK = "bmforge"
@@ -63,3 +74,16 @@ def set_labels_(model: Any, metadata: Mapping[str, Any]) -> None:
     raw = getattr(getattr(model, "config", None), "raw", None)
     if raw is not None and metadata.get(_LABELS):
         model.config = model.config.replace(raw={**raw, **metadata[_LABELS]})
+
+
+def read_options(own_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constructor arguments of an adapter from bmforge's own fields of its config."""
+    saved = rename_options(own_config)
+    kind = PART_KINDS.get(saved["kind"])
+    names = set() if kind is None else {field.name for field in fields(kind.options)}
+    options = rename_options(saved["options"])
+    return {
+        **{name: value for name, value in options.items() if name in names},
+        "targets": list(saved["places"]),
+        "modules_to_save": tuple(saved.get("modules_to_save", ())),
+    }

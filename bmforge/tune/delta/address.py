@@ -29,8 +29,8 @@ __all__ = [
     "excludes_of",
     "find_called",
     "find_places",
-    "find_wholes",
-    "fits",
+    "find_target_parameters",
+    "matches_target",
     "is_excluded",
     "known_names",
     "published_names",
@@ -157,7 +157,7 @@ WORDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def fits(name: str, pattern: str) -> bool:
+def matches_target(name: str, pattern: str) -> bool:
     """Return True if a module name has this ending or matches this ``[r]`` regular expression.
 
     Raises:
@@ -253,7 +253,7 @@ def _inside(pairs: Iterable[tuple[str, list[str]]]) -> dict[str, set[str]]:
     return modules
 
 
-def find_wholes(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
+def find_target_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return a dict from name to parameter: the parameters and whole modules that targets match.
 
     Raises:
@@ -363,7 +363,7 @@ def _find_one(
     if target == ALL_LINEAR:
         return {name for name in linear if name in names} - excluded
     for group in WORDS.get(target, ()):
-        matched = {n for n in names if any(fits(n, pattern) for pattern in group)} - excluded
+        matched = {n for n in names if any(matches_target(n, p) for p in group)} - excluded
         if matched:
             return matched
     matched = {n for n in names if _hits(n, target)}
@@ -374,7 +374,7 @@ def _find_one(
 
 
 def _hits(name: str, target: str) -> bool:
-    return fits(name, target) or ("*" in target and match_glob(name, target))
+    return matches_target(name, target) or ("*" in target and match_glob(name, target))
 
 
 def _refuse(

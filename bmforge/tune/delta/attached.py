@@ -65,7 +65,7 @@ class AdapterLike(Protocol):
         """Return the names of the adapter's tensors in the model."""
         ...
 
-    def wholes(self) -> dict[str, nn.Parameter]:
+    def fully_trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the base's parameters that the adapter trains in full."""
         ...
 
@@ -102,7 +102,9 @@ def base_weights_of(model: nn.Module) -> dict[str, Any]:
 def delta_tensors(model: nn.Module) -> set[str]:
     """Return the names of all tensors that a model's adapters add or train in full."""
     deltas = deltas_of(model).values()
-    return {name for delta in deltas for name in (*delta.names(), *delta.wholes())}
+    return {
+        name for delta in deltas for name in (*delta.names(), *delta.fully_trained_parameters())
+    }
 
 
 def find_delta(model: nn.Module, name: str) -> Any:

@@ -23,7 +23,7 @@ from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.random_init import init_from_note_
 from bmforge.nn.token_rows import TOKENS_SLOT, init_trained_rows_
 from bmforge.provenance import Provenance
-from bmforge.tune.delta.address import find_called, find_wholes
+from bmforge.tune.delta.address import find_called, find_target_parameters
 from bmforge.tune.delta.attached import (
     AttachedModule,
     deltas_of,
@@ -31,7 +31,7 @@ from bmforge.tune.delta.attached import (
     part_around,
     refuse_parallelized,
 )
-from bmforge.tune.delta.records import check_patterns, order_changes_, rename_options
+from bmforge.tune.delta.records import check_patterns, order_changes_
 from bmforge.tune.delta.selection import accept_adapter_names_
 
 __all__ = ["AttachedDelta"]
@@ -48,8 +48,8 @@ class AttachedDelta:
         targets: modules to attach to, see `address` (default: the type's default targets).
         name: name of the adapter and of its modules in the model.
         exclude: name prefixes, or targets, of modules that are skipped.
-        train_also: modules, or single parameters, that are trained in full and saved with the
-            adapter, such as a new head; also accepted under PEFT's name `modules_to_save`.
+        modules_to_save: modules, or single parameters, that are trained in full and saved with the
+            adapter, such as a new head.
         seed: random seed of the initialization; see `init_deltas_`.
         options: options of the kind; see `nn.part_kinds`.
 
@@ -58,7 +58,6 @@ class AttachedDelta:
         defaults: default values of the options.
         stands_behind: True if the adapter needs the complete output of an attention or MLP; a
             target that is the last projection of such a module is then replaced by the module.
-        peft_options: dict from PEFT's option names to those in `nn.part_kinds`; both are accepted.
         peft_type: `peft_type` in saved configs: PEFT's name, or one that begins with BMFORGE.
         peft_reads: further PEFT types with equivalent tensors, which are loaded as this type.
         origin: config of the loaded PEFT directory; it is saved again with the adapter.
@@ -73,7 +72,6 @@ class AttachedDelta:
     default_targets: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Mapping[str, Any]] = {}
     stands_behind: ClassVar[bool] = False
-    peft_options: ClassVar[Mapping[str, str]] = {}
     peft_type: ClassVar[str] = ""
     peft_reads: ClassVar[tuple[str, ...]] = ()
 
@@ -84,28 +82,27 @@ class AttachedDelta:
         *,
         name: str = "default",
         exclude: Sequence[str] = (),
-        train_also: Sequence[str] = (),
+        modules_to_save: Sequence[str] = (),
         seed: int = 0,
         **options: Any,
     ) -> None:
         refuse_parallelized(model, f"Attach a {type(self).__name__}")
         self.model, self.name, self.seed = model, name, seed
         self.targets = (targets,) if isinstance(targets, str) else targets
-        options = rename_options({"train_also": train_also, **options}, type(self).peft_options)
-        self.exclude, self.train_also = tuple(exclude), tuple(options.pop("train_also"))
+        self.exclude, self.modules_to_save = tuple(exclude), tuple(modules_to_save or ())
         if name in deltas_of(model):
             raise ConfigError(
                 f"the model already has an adapter {name!r}. Choose another name, or remove the "
                 "existing one."
             )
-        self.options = self._settle_options({**self.defaults, **options})
+        self.options = self._complete_options({**self.defaults, **options})
         self.weight, self.merged = 1.0, False
         self.provenance = Provenance()
         self.origin: dict[str, Any] | None = None
         self.extra: dict[str, Tensor] = {}
         self.held: tuple[AttachedModule, ...] = ()
-        self._whole_names = frozenset(find_wholes(model, self.train_also))
-        names = self._settle_names()
+        self._fully_trained_names = frozenset(find_target_parameters(model, self.modules_to_save))
+        names = self._find_target_names()
         check_patterns(self, names)
         self._put_(names)
         deltas_of(model)[name] = self
@@ -129,19 +126,19 @@ class AttachedDelta:
 
     # Hooks that types override.
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options, completed with defaults; raise an error for unknown ones."""
         option_names = PART_KINDS[self.kind].options.__dataclass_fields__
         for key in options:
             if key not in option_names:
                 raise ConfigError(
                     f"{type(self).__name__} has no option {key!r} (supported: "
-                    f"{', '.join(option_names)}, targets, name, exclude, train_also and "
+                    f"{', '.join(option_names)}, targets, name, exclude, modules_to_save and "
                     f"seed).{suggest(key, option_names)}"
                 )
         return options
 
-    def _settle_names(self) -> list[str]:
+    def _find_target_names(self) -> list[str]:
         """Return the names of the modules to which the adapter will be attached."""
         patterns = self.default_targets if self.targets is None else tuple(self.targets)
         names = find_called(self.model, patterns, self.exclude, self.targets is not None)
@@ -252,7 +249,7 @@ class AttachedDelta:
         trained = {
             id(parameter)
             for delta in deltas_of(self.model).values()
-            for parameter in (*delta.parameters(), *delta.wholes().values())
+            for parameter in (*delta.parameters(), *delta.fully_trained_parameters().values())
             if delta is self or parameter.requires_grad
         }
         for parameter in self.model.parameters():
@@ -260,10 +257,10 @@ class AttachedDelta:
             parameter.requires_grad_(trains)
         return self
 
-    def train_also_(self, targets: Sequence[str]) -> Self:
+    def set_modules_to_save_(self, targets: Sequence[str]) -> Self:
         """Set the modules or parameters that are trained in full and saved with the adapter."""
-        self._whole_names = frozenset(find_wholes(self.model, targets))
-        self.train_also = tuple(targets)
+        self._fully_trained_names = frozenset(find_target_parameters(self.model, targets))
+        self.modules_to_save = tuple(targets)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -272,10 +269,10 @@ class AttachedDelta:
             parameter.requires_grad_(requires_grad)
         return self
 
-    def wholes(self) -> dict[str, nn.Parameter]:
-        """Return a dict from name to base parameter trained in full (`train_also`)."""
-        named = self.model.named_parameters() if self._whole_names else ()
-        return {name: p for name, p in named if name in self._whole_names}
+    def fully_trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return a dict from name to base parameter trained in full (`modules_to_save`)."""
+        named = self.model.named_parameters() if self._fully_trained_names else ()
+        return {name: p for name, p in named if name in self._fully_trained_names}
 
     def is_attached(self) -> bool:
         """Return True if the adapter's modules are attached to the model."""
@@ -379,16 +376,18 @@ class AttachedDelta:
     def describe(self) -> dict[str, Any]:
         """Return the type, kind and options, as written to the adapter's config file."""
         kind = PART_KINDS[self.kind]
-        settled = asdict(config_from_dict(kind.options, dict(self.options), "options."))
-        return {"type": type(self).__name__, "kind": self.kind, "options": settled}
+        completed = asdict(config_from_dict(kind.options, dict(self.options), "options."))
+        return {"type": type(self).__name__, "kind": self.kind, "options": completed}
 
     def count_parameters(self) -> int:
         """Return the number of trained parameters, including modules trained in full."""
-        return sum(p.numel() for p in (*self.parameters(), *self.wholes().values()))
+        return sum(
+            p.numel() for p in (*self.parameters(), *self.fully_trained_parameters().values())
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a dict from name to tensor, including the parameters trained in full."""
-        return {**dict(self.named_parameters()), **self.wholes()}
+        return {**dict(self.named_parameters()), **self.fully_trained_parameters()}
 
     def __repr__(self) -> str:
         """Show the adapter's name, number of modules, number of parameters, and state."""

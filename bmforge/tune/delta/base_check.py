@@ -60,9 +60,9 @@ class BaseCheck:
                 *(directory, mark["base_library"], library),
             )
             return
-        fingerprint = fingerprint_of(delta.model, delta.wholes())
+        fingerprint = fingerprint_of(delta.model, delta.fully_trained_parameters())
         if fingerprint is None and self.read_files is not None:
-            fingerprint = self.read_files(delta.wholes())
+            fingerprint = self.read_files(delta.fully_trained_parameters())
         if fingerprint is None:
             get_logger().warning(
                 (

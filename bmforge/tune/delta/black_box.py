@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bmforge.errors import ConfigError, MissingDependencyError
 from bmforge.logging import track
 from bmforge.shards import whole_tensor
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.delta.soft_prompt import SoftPrompt
 
 __all__ = ["BlackBoxConfig", "tune_black_box"]
@@ -89,7 +89,7 @@ def tune_black_box(
     settings = config or BlackBoxConfig()
     prompt = SoftPrompt(model, length=length, name=name, seed=settings.seed, **options)
     try:
-        with evaluating(model):
+        with eval_mode(model):
             prompt.scores = _search(model, score, prompt, settings)
     except BaseException:
         prompt.remove()

@@ -40,7 +40,7 @@ def write_card(delta: AttachedDelta, facts: Mapping[str, Any]) -> str:
     model = whole_model(delta.model)
     parts = [p for attached in delta.held for p in attached.part.parameters()]
     trained = sum(p.numel() for p in {id(p): p for p in parts}.values())
-    trained += sum(p.numel() for p in delta.wholes().values())
+    trained += sum(p.numel() for p in delta.fully_trained_parameters().values())
     of_base = sum(p.numel() for n, p in model.named_parameters() if n not in set(delta.names()))
     share = 100 * trained / max(of_base, 1)
     options = ", ".join(f"{k}={v!r}" for k, v in delta.options.items() if v not in ({}, None))

@@ -99,7 +99,7 @@ def _concatenate(
             if type(part) is not LowRank or part.magnitude is not None or part.bias is not None:
                 raise ConfigError(
                     f"adapter {delta.name!r} has a {type(part).__name__} at {owner} (supported: "
-                    "Lora on linear layers, without magnitude and bias)."
+                    "Lora on linear layers, without use_dora and bias)."
                 )
             up = part.up.detach() * (weights[delta.name] * part.scale)
             factors.setdefault(owner, []).append((up, part.down.detach()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.files import find_export
-from bmforge.nn.part_kinds import PART_KINDS
 from bmforge.nn.token_rows import TOKENS_SLOT
 from bmforge.provenance import read_provenance
 from bmforge.shards import local_box, local_tensor, whole_tensor
@@ -32,6 +30,7 @@ from bmforge.tune.delta.adapter_file import (
     MARK,
     copies_apart,
     read_labels,
+    read_options,
     read_pickle,
     read_weights,
     set_labels_,
@@ -78,20 +77,20 @@ def save_delta(delta: AttachedDelta, directory: Path, facts: Mapping[str, Any]) 
     base: dict[str, Any] = {"base": None, "base_library": library_of(delta.model)}
     if not keeps_origin and not is_quantized:
         base["base"] = fingerprint_of(delta.model, peft_write.written_whole(delta))
-    with _gathered(delta) as wholes:
+    with _gathered(delta) as fully_trained:
         if keeps_origin:
             assert delta.origin is not None
             config = dict(delta.origin)
-            tensors = peft_write.write_tensors(delta, wholes)[0]
+            tensors = peft_write.write_tensors(delta, fully_trained)[0]
             mark = peft_write.fold_weight_(config, delta)
         elif peft_write.can_write(delta):
-            tensors, blocks, patterns = peft_write.write_tensors(delta, wholes)
-            config = peft_write.write_config(delta, patterns, wholes)
+            tensors, blocks, patterns = peft_write.write_tensors(delta, fully_trained)
+            config = peft_write.write_config(delta, patterns, fully_trained)
             mark |= {"shift_positions": True} if delta.kind == "prefix" else {}
             mark |= base | ({"blocks": blocks} if blocks else {})
             mark |= peft_write.fold_weight_(config, delta)
         else:
-            tensors = _own_tensors(delta) | wholes
+            tensors = _own_tensors(delta) | fully_trained
             kind = delta.peft_type if delta.peft_type.startswith("BMFORGE") else "BMFORGE_OTHER"
             config = {"peft_type": kind, _OURS: _describe(delta)}
             mark |= base
@@ -116,16 +115,18 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
         for owner, slot, part in delta.here()
         for key, parameter in part.named_parameters()
     }
-    wholes = {name: whole_tensor(p).detach() for name, p in delta.wholes().items()}
+    fully_trained = {
+        name: whole_tensor(p).detach() for name, p in delta.fully_trained_parameters().items()
+    }
     if not is_parallelized(delta.model):
-        yield wholes
+        yield fully_trained
         return
     if whole_model(delta.model) is not delta.model:
         everybody: list[Any] = [None] * dist.get_world_size()
-        local = [{n: t.cpu() for n, t in group.items()} for group in (own, wholes)]
+        local = [{n: t.cpu() for n, t in group.items()} for group in (own, fully_trained)]
         dist.all_gather_object(everybody, local)
         own = {n: t for parts, _ in everybody for n, t in parts.items()}
-        wholes = {n: t for _, more in everybody for n, t in more.items()}
+        fully_trained = {n: t for _, more in everybody for n, t in more.items()}
     own_parts = []
     for owner, slot, part in delta.held:
         for key, parameter in list(part._parameters.items()):
@@ -134,7 +135,7 @@ def _gathered(delta: AttachedDelta) -> Iterator[dict[str, Tensor]]:
                 plain = own[f"{owner}.{slot}.{key}"]
                 part._parameters[key] = nn.Parameter(plain, requires_grad=False)
     try:
-        yield wholes
+        yield fully_trained
     finally:
         for part, key, parameter in own_parts:
             part._parameters[key] = parameter
@@ -162,8 +163,8 @@ def _describe(delta: AttachedDelta) -> dict[str, Any]:
         description["options"]["inner"] = 0
     owners = [h.owner for h in delta.held if not h.slot.endswith(("_reader", TOKENS_SLOT))]
     places = owners or delta.places()  # trained norms have no modules attached
-    saved = {"places": places, "weight": float(delta.weight), "train_also": sorted(delta.wholes())}
-    return {**description, "version": _VERSION, **saved}
+    saved = {"places": places, "modules_to_save": sorted(delta.fully_trained_parameters())}
+    return {**description, "version": _VERSION, "weight": float(delta.weight), **saved}
 
 
 def load_delta(
@@ -248,7 +249,10 @@ def _attach(
 ) -> AttachedDelta:
     """Attach an adapter with the options and tensors from its directory; see `load_delta`."""
     own_config = config.get(_OURS)
-    options = _told(own_config) if own_config else peft_format.options_of(model, config, tensors)
+    if own_config:
+        options = read_options(own_config)
+    else:
+        options = peft_format.options_of(model, config, tensors)
     if "base" in mark and not own_config and delta_type.kind == "prefix":
         options["shift_positions"] = bool(mark.get("shift_positions"))
     blocks = mark.get("blocks", {})
@@ -308,17 +312,6 @@ def _type_of(config: Mapping[str, Any], directory: Path) -> type[AttachedDelta]:
     return delta_type
 
 
-def _told(own_config: Mapping[str, Any]) -> dict[str, Any]:
-    options = dict(own_config["options"])
-    kind = PART_KINDS.get(own_config["kind"])
-    option_names = set() if kind is None else {field.name for field in fields(kind.options)}
-    return {
-        **{key: value for key, value in options.items() if key in option_names},
-        "targets": list(own_config["places"]),
-        "train_also": tuple(own_config.get("train_also", ())),
-    }
-
-
 def _ranks_of_blocks(
     model: nn.Module, options: dict[str, Any], blocks: Mapping[str, list[int]]
 ) -> None:
@@ -331,7 +324,7 @@ def _ranks_of_blocks(
     for published, ranks in blocks.items():
         total = options["ranks"].get(names.own[published][0], options["rank"])
         alpha = options["alphas"].get(names.own[published][0], options["alpha"])
-        scale = alpha / (total**0.5 if options["root_scale"] else total)
+        scale = alpha / (total**0.5 if options["use_rslora"] else total)
         for own_name, rank in zip(names.own[published], ranks, strict=True):
             if rank == 0:
                 options["targets"].remove(own_name)
@@ -339,7 +332,7 @@ def _ranks_of_blocks(
                     options[option].pop(own_name, None)
                 continue
             options["ranks"][own_name] = rank
-            options["alphas"][own_name] = scale * (rank**0.5 if options["root_scale"] else rank)
+            options["alphas"][own_name] = scale * (rank**0.5 if options["use_rslora"] else rank)
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:

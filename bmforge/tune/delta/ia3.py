@@ -24,8 +24,8 @@ class IA3(Delta):
     default_targets = ("attn.k", "attn.v", "mlp.down")
     peft_type = "IA3"
 
-    def _settle_names(self) -> list[str]:
-        names = super()._settle_names()
+    def _find_target_names(self) -> list[str]:
+        names = super()._find_target_names()
         if "into" not in self.options:
             last = ("down_proj", "output.dense", "wo", "mlp.c_proj", "fc2", "lin2", "fc_out")
             self.options["into"] = [n for n in names if n.endswith(last)]

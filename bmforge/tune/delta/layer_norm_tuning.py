@@ -27,7 +27,7 @@ class LayerNormTuning(Delta):
     default_targets = ("norm",)
     peft_type = "LN_TUNING"
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if options:
             raise ConfigError(
                 f"LayerNormTuning does not support the option {next(iter(options))!r} (supported: "
@@ -40,13 +40,13 @@ class LayerNormTuning(Delta):
         owners = tuple(f"{name}." for name in names)
         own = {name for name in named if name.startswith(owners)}
         for delta in deltas_of(self.model).values():
-            if shared := sorted(own & set(delta.wholes())):
+            if shared := sorted(own & set(delta.fully_trained_parameters())):
                 raise ConfigError(
                     f"{shared[0]} is already trained by adapter {delta.name!r}. Exclude its module "
                     "with exclude=[...]."
                 )
         self.norm_names = list(names)
-        self._whole_names = self._whole_names | own
+        self._fully_trained_names = self._fully_trained_names | own
         self._other = {name: named[name].detach().clone() for name in own}
         self._is_trained = dict.fromkeys(own, False)
         self._attached = True
@@ -110,7 +110,7 @@ class LayerNormTuning(Delta):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a dict from name to trained norm parameter."""
-        return dict(self.wholes())
+        return dict(self.fully_trained_parameters())
 
     def describe(self) -> dict[str, Any]:
         """Return the type, kind and options, as written to the adapter's config file."""

@@ -193,7 +193,7 @@ def load_opendelta(model: nn.Module, directory: Path, name: str, **overrides: An
             "targets": [name_here for owner in owners for name_here in names.get(owner, [owner])]
         }
     else:
-        options["train_also"] = list(_wholes(model, tensors))
+        options["modules_to_save"] = list(_read_fully_trained(model, tensors))
     if "exclude" in options:
         options["exclude"] = excludes_of(known_names(model), options["exclude"])
     delta: Any = kind(model, name=name, **options, **overrides)
@@ -237,7 +237,7 @@ def to_our_names(
             bmforge adds the adapter's biases to them.
     """
     published = all_names(model)
-    renamed = {} if delta.kind == "shift" else _wholes(model, tensors)
+    renamed = {} if delta.kind == "shift" else _read_fully_trained(model, tensors)
     reparams = {n.partition("reparams.")[2]: t for n, t in tensors.items() if "reparams." in n}
     if reparams:
         return {**renamed, **_fold(delta, reparams)}
@@ -282,7 +282,7 @@ def _owner(
     return next(iter(written or mapped), "") or _side(model, published, published_name)
 
 
-def _wholes(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read_fully_trained(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a dict from bmforge's name to tensor, of parameters that OpenDelta trained in full."""
     published, renamed = all_names(model), {}
     for name, tensor in tensors.items():

@@ -20,10 +20,11 @@ from bmforge.errors import CheckpointError, ConfigError
 from bmforge.nn.low_rank import LowRank, linear_sizes
 from bmforge.shards import Box
 from bmforge.surgery import match_glob, persistent_tensors
-from bmforge.tune.delta.address import fits, published_names
+from bmforge.tune.delta.address import matches_target, published_names
 from bmforge.tune.delta.base import AttachedDelta
 from bmforge.tune.delta.peft_experts import expert_owner, read_experts
 from bmforge.tune.delta.peft_fields import check_fields
+from bmforge.tune.delta.peft_fully_trained import PREFIX, module_of, saved_whole, whole_key
 from bmforge.tune.delta.peft_fused import concatenate_rows, split_fused
 from bmforge.tune.delta.peft_tokens import (
     is_token_key,
@@ -32,7 +33,6 @@ from bmforge.tune.delta.peft_tokens import (
     token_indices_of,
     token_owner,
 )
-from bmforge.tune.delta.peft_wholes import PREFIX, module_of, saved_whole, whole_key
 
 __all__ = ["PREFIX", "Names", "options_of", "read_tensors", "rows_of", "tie_factors_"]
 
@@ -160,7 +160,7 @@ def options_of(
     check_fields(config)
     kind, names = str(config["peft_type"]), Names(model)
     trained_whole = saved_whole(names, config, tensors)
-    options: dict[str, Any] = {"train_also": tuple(trained_whole)}
+    options: dict[str, Any] = {"modules_to_save": tuple(trained_whole)}
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"):
         options["length"] = int(config["num_virtual_tokens"])
         return options | (_prefix_options(model, config) if kind == "PREFIX_TUNING" else {})
@@ -208,8 +208,8 @@ def _low_rank_options(
     options: dict[str, Any] = {"rank": config["r"], "alpha": float(config["lora_alpha"])}
     options |= {
         "dropout": float(config.get("lora_dropout") or 0),
-        "root_scale": bool(config.get("use_rslora")),
-        "magnitude": bool(config.get("use_dora")),
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
         "bias": bool(config.get("lora_bias")),
     }
     for pattern, field in (("rank_pattern", "ranks"), ("alpha_pattern", "alphas")):
@@ -241,8 +241,8 @@ def _norm_owners(names: Names, key: str) -> list[str]:
 
 def _named(name: str, patterns: Any) -> bool:
     if isinstance(patterns, str):
-        return fits(name, f"[r]^{patterns}$")
-    return any(fits(name, pattern) for pattern in patterns)
+        return matches_target(name, f"[r]^{patterns}$")
+    return any(matches_target(name, pattern) for pattern in patterns)
 
 
 def read_tensors(

@@ -27,8 +27,8 @@ _PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 def can_write(delta: AttachedDelta) -> bool:
     """Return True if PEFT would compute the same outputs with this adapter."""
     model = whole_model(delta.model)
-    wholes = delta.wholes()
-    if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), wholes)):
+    fully_trained = delta.fully_trained_parameters()
+    if delta.peft_type not in _METHODS or any(map(_is_of_a_part(delta), fully_trained)):
         return False
     if not _keeps_form(model, delta) or not _can_fold(delta):
         return False
@@ -51,7 +51,7 @@ def can_write(delta: AttachedDelta) -> bool:
 
 def _can_fold(delta: AttachedDelta) -> bool:
     """Return True if the adapter's weight is 0 or 1, or can be multiplied into alpha."""
-    is_sum = delta.kind == "low_rank" and not delta.options.get("magnitude")
+    is_sum = delta.kind == "low_rank" and not delta.options.get("use_dora")
     is_sum = is_sum and not delta.options.get("trainable_token_indices")
     return delta.weight in (0, 1) or is_sum
 
@@ -107,18 +107,18 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
 
     PEFT stores only whole modules with Hugging Face names; for a prompt, only the task's head.
     """
-    wholes = set(delta.wholes())
+    fully_trained = set(delta.fully_trained_parameters())
     if delta.peft_type == "LN_TUNING":
         owners = tuple(f"{name}." for name in delta.places())
-        wholes = {name for name in wholes if not name.startswith(owners)}
+        fully_trained = {name for name in fully_trained if not name.startswith(owners)}
     if delta.origin is not None:  # loaded from PEFT's format
         return True
     heads = set(_heads(model))
     shared, named = shared_tensors(model), dict(model.named_parameters())
-    for name in wholes:
+    for name in fully_trained:
         owner = name.rpartition(".")[0]
         own = model.get_submodule(owner).named_parameters(recurse=False)
-        if any(f"{owner}.{key}" not in wholes for key, _ in own):
+        if any(f"{owner}.{key}" not in fully_trained for key, _ in own):
             return False
         if delta.peft_type in _PROMPTS and name not in heads:
             return False
@@ -127,7 +127,7 @@ def _keeps_form(model: nn.Module, delta: AttachedDelta) -> bool:
     rules = getattr(model, "published_rules", None)
     if not callable(rules):
         return True
-    return wholes <= {rule.parameter for rule in rules() if rule.is_renaming}
+    return fully_trained <= {rule.parameter for rule in rules() if rule.is_renaming}
 
 
 def _heads(model: nn.Module) -> list[str]:
@@ -146,24 +146,25 @@ def _heads(model: nn.Module) -> list[str]:
 def written_whole(delta: AttachedDelta) -> set[str]:
     """Return the names of the base parameters that a directory of the adapter contains."""
     is_prompt = delta.peft_type in _PROMPTS and can_write(delta)
-    return {*delta.wholes(), *(_heads(whole_model(delta.model)) if is_prompt else ())}
+    heads = _heads(whole_model(delta.model)) if is_prompt else ()
+    return {*delta.fully_trained_parameters(), *heads}
 
 
 def write_tensors(
-    delta: AttachedDelta, wholes: Mapping[str, Tensor]
+    delta: AttachedDelta, fully_trained: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, list[int]], dict[str, Any]]:
     """Return an adapter's tensors and the config fields that depend on them.
 
     Args:
         delta: adapter with all its modules, unsharded.
-        wholes: parameters trained in full (`modules_to_save`).
+        fully_trained: parameters trained in full (`modules_to_save`).
 
     Returns:
         tensors by PEFT's name, ranks by fused layer, and PEFT's config fields for these ranks
     """
     names = Names(whole_model(delta.model))
     if delta.peft_type in _PROMPTS:
-        return _write_prompt(delta, names, wholes), {}, {}
+        return _write_prompt(delta, names, fully_trained), {}, {}
     groups = _by_layer(names, delta)
     written: dict[str, Tensor] = {}
     blocks: dict[str, list[int]] = {}
@@ -185,17 +186,16 @@ def write_tensors(
         rank = next(t for n, t in factors.items() if n.endswith(("lora_A.weight", "embedding_A")))
         ranks[published_name] = (rank.shape[0], _alpha(part.scale, rank.shape[0], delta))
     written |= write_token_rows(delta, names, PREFIX)
-    return written | _write_wholes(delta, names, wholes), blocks, _patterns(ranks)
+    return written | _write_fully_trained(delta, names, fully_trained), blocks, _patterns(ranks)
 
 
-def _write_wholes(
-    delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor], prefix: str = PREFIX
+def _write_fully_trained(
+    delta: AttachedDelta, names: Names, fully_trained: Mapping[str, Tensor], prefix: str = PREFIX
 ) -> dict[str, Tensor]:
     """Return a dict from PEFT's name to tensor, of the parameters trained in full."""
     written: dict[str, Tensor] = {}
     places, norms = set(delta.places()), delta.peft_type == "LN_TUNING"
-    sources = names.sources_of(wholes)
-    for published_name, tensor in sources.items():
+    for published_name, tensor in names.sources_of(fully_trained).items():
         owner, _, leaf = published_name.rpartition(".")
         inside = [n for n in names.own.get(owner, ()) if n in places]
         if norms and inside:
@@ -209,7 +209,7 @@ def _write_wholes(
 
 
 def _write_prompt(
-    delta: AttachedDelta, names: Names, wholes: Mapping[str, Tensor]
+    delta: AttachedDelta, names: Names, fully_trained: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a dict from PEFT's name to tensor, of the prompt and of the task's head."""
     if delta.kind == "prompt":
@@ -223,11 +223,11 @@ def _write_prompt(
         written = {"prompt_embeddings": torch.cat(columns, 1).contiguous()}
     named = dict(whole_model(delta.model).named_parameters())
     heads = {n: named[n].detach() for n in _heads(whole_model(delta.model)) if not named[n].is_meta}
-    return written | _write_wholes(delta, names, {**heads, **wholes}, "base_model.")
+    return written | _write_fully_trained(delta, names, {**heads, **fully_trained}, "base_model.")
 
 
 def _alpha(scale: float, rank: int, delta: AttachedDelta) -> float:
-    return scale * (math.sqrt(rank) if delta.options.get("root_scale") else rank)
+    return scale * (math.sqrt(rank) if delta.options.get("use_rslora") else rank)
 
 
 def _patterns(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _join_low_rank(
 
 
 def write_config(
-    delta: AttachedDelta, patterns: Mapping[str, Any], wholes: Mapping[str, Tensor]
+    delta: AttachedDelta, patterns: Mapping[str, Any], fully_trained: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return PEFT's adapter_config.json; `patterns` are the config fields of `write_tensors`."""
     config: dict[str, Any] = {
@@ -324,10 +324,10 @@ def write_config(
     }
     full_model = whole_model(delta.model)
     names, heads = Names(full_model), _heads(full_model)
-    if delta.peft_type not in _PROMPTS and not set(heads) <= set(wholes):
+    if delta.peft_type not in _PROMPTS and not set(heads) <= set(fully_trained):
         config["task_type"] = None  # with a task type, PEFT requires the head in the file
     norms = delta.places() if delta.peft_type == "LN_TUNING" else []
-    owners = {n.rpartition(".")[0] for n in wholes} - set(norms)
+    owners = {n.rpartition(".")[0] for n in fully_trained} - set(norms)
     if owners:
         config["modules_to_save"] = sorted({names.of(owner) for owner in owners})
     if delta.kind in ("prefix", "prompt"):
@@ -352,18 +352,18 @@ def write_config(
         "trainable_token_indices": {names.of(n): rows for n, rows in indices.items()} or None,
         **patterns,
         "lora_dropout": options["dropout"],
-        "use_rslora": options["root_scale"],
-        "use_dora": options["magnitude"],
+        "use_rslora": options["use_rslora"],
+        "use_dora": options["use_dora"],
         "lora_bias": options["bias"],
         "bias": "none",
-        "ensure_weight_tying": _trains_tied(full_model, wholes),
+        "ensure_weight_tying": _trains_tied(full_model, fully_trained),
     }
 
 
-def _trains_tied(model: nn.Module, wholes: Mapping[str, Tensor]) -> bool:
+def _trains_tied(model: nn.Module, fully_trained: Mapping[str, Tensor]) -> bool:
     """Return True if a weight trained in full is tied to another weight."""
     shared, named = shared_tensors(model), dict(model.named_parameters())
-    return any(id(named[name]) in shared for name in wholes if name in named)
+    return any(id(named[name]) in shared for name in fully_trained if name in named)
 
 
 def _prompt_config(delta: AttachedDelta) -> dict[str, Any]:

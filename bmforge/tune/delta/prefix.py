@@ -27,8 +27,8 @@ class Prefix(Delta):
     defaults = MappingProxyType({"length": 6})
     peft_type = "PREFIX_TUNING"
 
-    def _settle_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        options = super()._settle_options(options)
+    def _complete_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        options = super()._complete_options(options)
         counts = hasattr(self.model, "positions_behind_prefix")
         can_shift = counts or bool(getattr(self.model, "biases_prefix", False))
         if options.setdefault("shift_positions", counts) and not can_shift:

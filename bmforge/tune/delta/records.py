@@ -1,8 +1,8 @@
-"""Checks and renames an adapter's options, and orders the adapters in the model's config."""
+"""Checks an adapter's options, and orders the adapters in the model's config."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bmforge.errors import ConfigError, suggest
@@ -10,7 +10,7 @@ from bmforge.surgery import match_glob
 from bmforge.tune.delta.address import excludes_of, known_names
 from bmforge.tune.delta.attached import deltas_of
 
-__all__ = ["check_patterns", "embedding_name", "order_changes_", "rename_options"]
+__all__ = ["check_patterns", "embedding_name", "order_changes_"]
 
 
 # An adapter of these kinds, and a layer that is trained in full, would have the same saved name.
@@ -26,8 +26,8 @@ def check_patterns(delta: Any, names: Sequence[str]) -> None:
     """
     # PEFT's `bias="all"` trains the biases of layers that have a LoRA adapter.
     is_low_rank = delta.kind == "low_rank"
-    wholes = [name.rpartition(".") for name in delta.wholes()]
-    owners = {name for name, _, last in wholes if not (is_low_rank and last == "bias")} & set(names)
+    trained = [name.rpartition(".") for name in delta.fully_trained_parameters()]
+    owners = {n for n, _, last in trained if not (is_low_rank and last == "bias")} & set(names)
     if owners and delta.kind in _ON_WEIGHTS:
         raise ConfigError(
             f"{min(owners)} would get an adapter and be trained in full (modules_to_save). Exclude "
@@ -64,30 +64,6 @@ def order_changes_(model: Any, name: str) -> None:
     for n, change in zip(places, ordered, strict=True):
         changes[n] = change
     model.config = model.config.replace(changes=tuple(changes))
-
-
-def rename_options(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename PEFT's options to bmforge's.
-
-    Args:
-        options: dict from option name to value; an empty or False value of bmforge's option counts
-            as missing.
-        names: dict from PEFT's option name to bmforge's, in addition to `modules_to_save`.
-
-    Raises:
-        ConfigError: an option is set under both names.
-    """
-    renamed = dict(options)
-    for alias, name in {"modules_to_save": "train_also", **names}.items():
-        if alias not in renamed:
-            continue
-        value = renamed.pop(alias)
-        if renamed.get(name):
-            raise ConfigError(
-                f"{name} and {alias} are two names of the same option. Use only one of them."
-            )
-        renamed[name] = (value or ()) if name == "train_also" else value
-    return renamed
 
 
 def embedding_name(model: Any) -> str:

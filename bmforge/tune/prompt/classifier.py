@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bmforge.batch import IGNORE_INDEX
 from bmforge.errors import ConfigError, ShapeError
-from bmforge.surgery import evaluating
+from bmforge.surgery import eval_mode
 from bmforge.tune.prompt.call import PositionOutputs, run_at_answers
 from bmforge.tune.prompt.questions import Question, collate_questions, encode_question, score_words
 from bmforge.tune.prompt.template import Encoded, Template
@@ -111,7 +111,7 @@ class PromptClassifier(nn.Module):
     @torch.no_grad()
     def classify(self, examples: Sequence[Any], **options: Any) -> Tensor:
         """Return the class scores of examples, (N, C); `options` are those of `batches`."""
-        with evaluating(self):
+        with eval_mode(self):
             logits = [self(**batch).class_logits for batch in self.batches(examples, **options)]
         return torch.cat(logits)
 
@@ -130,7 +130,7 @@ class PromptClassifier(nn.Module):
             logits: (N, V), or (N, M, V); hidden: (N, D), or (N, M, D)
         """
         logits, states = [], []
-        with evaluating(self):
+        with eval_mode(self):
             for batch in self.batches(examples, **options):
                 places = batch.pop("mask_at")
                 outputs = run_at_answers(self.model, _inputs(batch), places, hidden)
@@ -250,7 +250,7 @@ def calibrate(classifier: PromptClassifier, texts: Sequence[Any], **options: Any
     """
     if not texts:
         raise ConfigError("calibration needs at least one text. Pass texts.")
-    with evaluating(classifier):
+    with eval_mode(classifier):
         logits = [
             classifier(**batch).vocab_logits for batch in classifier.batches(texts, **options)
         ]

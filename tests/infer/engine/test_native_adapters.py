@@ -154,12 +154,11 @@ def test_prefix_scores_are_torchs(family: str, options: dict[str, Any], dtype: t
         assert torch.equal(decode(model, None, IDS), plain)
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}], ids=str)
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"bias": True}], ids=str)
 def test_other_kinds_run_in_torch(option: dict[str, Any]) -> None:
     model = make_model("llama", torch.float32)
     assert NativeStep().knows(model.layers)
-    keys = {"use_dora": "magnitude", "lora_bias": "bias"}
-    Lora(model, ["attn.q_proj"], name="other", **{keys[k]: v for k, v in option.items()})
+    Lora(model, ["attn.q_proj"], name="other", **option)
     assert not NativeStep().knows(model.eval().layers)
 
 

@@ -31,7 +31,7 @@ IDS = torch.arange(24).view(3, 8)
 NAMES = st.lists(st.sampled_from(["a", "b", "c", None, "__base__"]), min_size=3, max_size=3)
 KINDS = {
     "lora": lambda m, n: Lora(m, ["attn.q", "mlp.down"], name=n, rank=2),
-    "dora": lambda m, n: Lora(m, ["attn.v"], name=n, rank=2, magnitude=True),
+    "dora": lambda m, n: Lora(m, ["attn.v"], name=n, rank=2, use_dora=True),
     "ia3": lambda m, n: IA3(m, name=n),
     "adapter": lambda m, n: Adapter(m, name=n, width=3),
     "parallel": lambda m, n: ParallelAdapter(m, name=n, width=3),

@@ -26,7 +26,7 @@ from bmforge.tune.delta import (
     SoftPrompt,
     address,
 )
-from bmforge.tune.delta.address import find_places, fits, is_excluded
+from bmforge.tune.delta.address import find_places, is_excluded, matches_target
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "delta_addressing.json").read_text())
 SIZES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def hits_of(case: dict[str, Any]) -> list[str]:
         name
         for name in module_names(case["model"])
         if not is_excluded(name, exclude)
-        and any(fits(name, target) for target in case["modified_modules"])
+        and any(matches_target(name, target) for target in case["modified_modules"])
     ]
 
 
@@ -92,8 +92,8 @@ def test_common_words_mean_what_the_original_knew(model: str) -> None:
         }
         assert recorded
         for group in KNOWN[word]:
-            found = {n for n in recorded if any(fits(n, one) for one in group)}
-            if any(fits(n, one) for n in module_names(model) for one in group):
+            found = {n for n in recorded if any(matches_target(n, one) for one in group)}
+            if any(matches_target(n, one) for n in module_names(model) for one in group):
                 break
         assert found == recorded, (word, found, recorded)
 

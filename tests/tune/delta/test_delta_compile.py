@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 EVERYWHERE = ["embed", "attn.q", "attn.v", "mlp.up", "mlp.down", "lm_head"]
 TYPES: dict[str, Callable[[Any], Delta]] = {
     "lora": lambda m: Lora(m, EVERYWHERE, rank=2),
-    "lora with magnitudes": lambda m: Lora(m, rank=2, magnitude=True),
+    "lora with magnitudes": lambda m: Lora(m, rank=2, use_dora=True),
     "adapter": lambda m: Adapter(m, width=3),
     "low-rank": lambda m: LowRankAdapter(m, reduction=4, rank=2),
     "compacter": lambda m: Compacter(m, reduction=4, division=2),

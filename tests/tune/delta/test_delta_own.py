@@ -35,9 +35,9 @@ def make() -> tuple[Net, Tensor]:
 
 
 def test_single_parameters_are_trained_and_saved_whole(tmp_path: Path) -> None:
-    """`train_also` may name a parameter; what is trained is what is saved, and comes back."""
+    """`modules_to_save` may name a parameter; what is trained is what is saved, and comes back."""
     net, x = make()
-    delta = Lora(net, [r"[r]blocks\.\d+\.0"], rank=2, train_also=["norm.bias", "head"])
+    delta = Lora(net, [r"[r]blocks\.\d+\.0"], rank=2, modules_to_save=["norm.bias", "head"])
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     assert {n for n in trained if "default" not in n} == {"norm.bias", "head.weight", "head.bias"}
     with torch.no_grad():
@@ -49,9 +49,25 @@ def test_single_parameters_are_trained_and_saved_whole(tmp_path: Path) -> None:
     again, _ = make()
     opened = load_delta(again, tmp_path)
     assert_close(again(x), changed, rtol=1e-6, atol=1e-6)
-    assert set(opened.wholes()) == set(delta.wholes())
+    assert set(opened.fully_trained_parameters()) == set(delta.fully_trained_parameters())
     with pytest.raises(ConfigError, match="matches no module"):
-        Lora(again, ["head"], name="other", train_also=["nothing"])
+        Lora(again, ["head"], name="other", modules_to_save=["nothing"])
+
+
+def test_a_former_option_name_is_read(tmp_path: Path) -> None:
+    """`modules_to_save` was named `train_also` in the files of earlier versions."""
+    net, x = make()
+    delta = Adapter(net, ["blocks.1.2"], width=2, modules_to_save=["head"])
+    with torch.no_grad():
+        delta.fully_trained_parameters()["head.bias"].add_(1)
+    delta.save(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    text = path.read_text()
+    assert text.count('"modules_to_save"') == 1
+    path.write_text(text.replace('"modules_to_save"', '"train_also"'))
+    opened = load_delta(make()[0], tmp_path)
+    assert set(opened.fully_trained_parameters()) == {"head.weight", "head.bias"}
+    assert torch.equal(opened.model(x), net(x))
 
 
 def test_rows_of_any_model() -> None:

@@ -203,9 +203,9 @@ def test_three_steps_and_files(twins: dict[str, Twin], tmp_path: Path, name: str
     ("base", "targets", "options"),
     [
         ("gpt2", ["attn.q", "attn.v", "mlp.down"], {}),
-        ("gpt2", ["layers.0.attn.k_proj", "embed"], {"root_scale": True}),
+        ("gpt2", ["layers.0.attn.k_proj", "embed"], {"use_rslora": True}),
         ("llama", ["attn.q", "attn.v"], {"ranks": {"layers.1.attn.v_proj": 2}}),
-        ("bert", ["attn.q"], {"train_also": ["classifier"], "magnitude": True}),
+        ("bert", ["attn.q"], {"modules_to_save": ["classifier"], "use_dora": True}),
         ("t5", ["attn.q", "cross_attn.v_proj"], {}),
     ],
 )

@@ -76,7 +76,7 @@ def test_what_differs_is_apart_and_its_targets_find_it() -> None:
 
 def test_whose_each_tensor_is() -> None:
     model = gpt2(num_layers=1)
-    Lora(model, ["attn.q"], rank=2, train_also=["norm"])
+    Lora(model, ["attn.q"], rank=2, modules_to_save=["norm"])
     whose = {t.whose for _, row in walk_rows(fold_tree(model)) for t in row.tensors}
     assert whose == {"delta", "trained", "frozen"}
     frozen = [row for _, row in walk_rows(fold_tree(model)) if row.name == "embed"]

@@ -303,7 +303,7 @@ def test_on_meta_then_loaded_then_drawn(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path)
     want = Lora(copy.deepcopy(base), seed=3)
     model = GPT2.from_config(base.config, device="meta")
-    delta = Lora(model, magnitude=True)
+    delta = Lora(model, use_dora=True)
     load_weights_(model, tmp_path)
     assert_equal_trees(
         {n: t for n, t in model.state_dict().items() if ".default." not in n}, base.state_dict()
@@ -447,7 +447,7 @@ def test_options_have_the_names_of_peft(
     modules = ["lm_head"] if whole else []
     options = {"use_dora": dora, "use_rslora": rslora, "modules_to_save": modules}
     delta = Lora(model, ["layers.0.attn.o_proj"], rank=4, alpha=6, **options)
-    assert len(delta.wholes()) == whole
+    assert len(delta.fully_trained_parameters()) == whole
     delta.save(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["use_dora"], config["use_rslora"]) == (dora, rslora)
@@ -462,10 +462,8 @@ def test_options_have_the_names_of_peft(
         assert_close(part(x).detach(), want.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_an_option_is_given_under_one_name() -> None:
-    with pytest.raises(ConfigError, match="two names of the same option"):
-        Lora(gpt2(), magnitude=True, use_dora=True)
-    with pytest.raises(ConfigError, match="two names of the same option"):
-        Lora(gpt2(), train_also=["norm"], modules_to_save=["norm"])
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Lora has no option 'root_scale'"):
+        Lora(gpt2(), root_scale=True)
     with pytest.raises(ConfigError, match="IA3 has no option 'use_dora'"):
         IA3(gpt2(), use_dora=True)

@@ -28,7 +28,7 @@ IDS = torch.arange(16).view(2, 8)
 KINDS: dict[str, Any] = {
     "lora": lambda m, n: Lora(m, ["attn.q", "mlp.down"], name=n, rank=2),
     "lora bias": lambda m, n: Lora(m, ["attn.q"], name=n, rank=2, bias=True),
-    "dora": lambda m, n: Lora(m, ["attn.q", "attn.o", "mlp.down"], name=n, rank=2, magnitude=True),
+    "dora": lambda m, n: Lora(m, ["attn.q", "attn.o", "mlp.down"], name=n, rank=2, use_dora=True),
     "ia3": lambda m, n: IA3(m, ["attn.q", "attn.o", "mlp.down"], name=n),
     "bitfit": lambda m, n: BitFit(m, ["attn.q", "attn.o"], name=n),
     "adapter": lambda m, n: Adapter(m, ["attn.o", "mlp.down"], name=n, width=3),
@@ -147,7 +147,7 @@ def test_an_adapter_of_merged_weights_keeps_them() -> None:
     first = Lora(model, ["attn.q"], name="a", rank=2)
     stir_(first, 1)
     first.merge()
-    stir_(Lora(model, ["attn.q"], name="b", rank=2, magnitude=True), 2)
+    stir_(Lora(model, ["attn.q"], name="b", rank=2, use_dora=True), 2)
     before = model(IDS).logits
     with pytest.raises(ConfigError, match="is attached to the same module"):
         first.unmerge()

@@ -174,8 +174,8 @@ def check(case: Case, folder: Path, target: Path) -> bool:
     loaded = load_delta(again, target / "x", trainable=case.mode != "frozen")
     assert torch.equal(logits_of(again, case.family), want)
     assert float(loaded.weight) == float(delta.weight)
-    assert set(delta.wholes()) <= set(loaded.wholes())
-    extra = set(loaded.wholes()) - set(delta.wholes())
+    assert set(delta.fully_trained_parameters()) <= set(loaded.fully_trained_parameters())
+    extra = set(loaded.fully_trained_parameters()) - set(delta.fully_trained_parameters())
     if case.kind is SoftPrompt and case.family == "bert":  # PEFT saves it with a prompt
         assert extra <= {"classifier.weight", "classifier.bias"}
     else:

@@ -23,7 +23,7 @@ from bmforge.data.prepare.masks import open_mask
 from bmforge.data.sources.document import Document
 from bmforge.errors import ConfigError, DataError
 
-__all__ = ["INDEX", "EarlierCorpus", "open_earlier", "write_earlier"]
+__all__ = ["INDEX", "CorpusIndex", "open_corpus_indexes", "write_corpus_index"]
 
 INDEX = "index"  # folder name
 _DIGESTS, _SETTINGS, _NEAR = "digests.bin", "index.json", "near"
@@ -32,7 +32,7 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8")])
 
 
 @dataclass(frozen=True)
-class EarlierCorpus:
+class CorpusIndex:
     """Index of the texts of an earlier corpus.
 
     Attributes:
@@ -60,7 +60,9 @@ class EarlierCorpus:
         return holds
 
 
-def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[EarlierCorpus, ...]:
+def open_corpus_indexes(
+    corpora: Sequence[str], near: DedupConfig | None
+) -> tuple[CorpusIndex, ...]:
     """Open the indexes of earlier prepared corpora.
 
     Raises:
@@ -94,11 +96,11 @@ def open_earlier(corpora: Sequence[str], near: DedupConfig | None) -> tuple[Earl
                 f"earlier={corpus!r}, which was built with {threshold}. Use the same value, or "
                 "prepare the earlier corpus again."
             )
-        indexes.append(EarlierCorpus(folder, digest_file(folder / _SETTINGS)))
+        indexes.append(CorpusIndex(folder, digest_file(folder / _SETTINGS)))
     return tuple(indexes)
 
 
-def write_earlier(
+def write_corpus_index(
     finished: Path,
     documents: Path,
     counts: Sequence[int],

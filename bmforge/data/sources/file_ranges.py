@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from bmforge.data.sources.archive_ranges import MEMBERS, find_members, read_members
 from bmforge.data.sources.encoding import SAMPLE_BYTES, detect_encoding
 from bmforge.data.sources.kinds import SOURCES, kind_of
 from bmforge.data.sources.lines import is_cut_by_bytes, is_json_lines, read_jsonl
-from bmforge.data.sources.member_cuts import MEMBERS, find_members, read_members
-from bmforge.data.sources.packed import inner_name, packing_of, unpack
+from bmforge.data.sources.packed import decompress_stream, inner_name, packing_of
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.data.sources.tables import read_parquet
 
@@ -26,7 +26,7 @@ _HEAD_BYTES = 1024
 _CHUNK_BYTES = 1 << 20
 _LINES = ("jsonl", "json")
 _MOST_PARTS = 16  # each range decompresses all earlier ones
-Cuts = tuple[tuple[int, int], ...]
+SplitOffsets = tuple[tuple[int, int], ...]
 
 
 class Parts(NamedTuple):
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
         size_bytes: decompressed size of the whole file.
     """
 
-    at: Cuts = ()
+    at: SplitOffsets = ()
     units: int = 0
     size_bytes: int = 0
 
@@ -65,7 +65,7 @@ def split_kind(path: Path) -> str:
             return ""
         file.seek(0)
         try:
-            inner = unpack(file, packing, str(path)).read(SAMPLE_BYTES)
+            inner = decompress_stream(file, packing, str(path)).read(SAMPLE_BYTES)
         except (OSError, EOFError, zlib.error):
             return ""
     name = inner_name(path.name)
@@ -81,7 +81,7 @@ class LineSplitter:
     def __init__(self, every_bytes: int) -> None:
         self._every, self._wanted, self._line = every_bytes, every_bytes, 1
         self.offset = 0
-        self._cuts: list[tuple[int, int]] = []
+        self._offsets: list[tuple[int, int]] = []
 
     def feed(self, chunk: bytes) -> None:
         """Search the next chunk of the stream for line ends."""
@@ -91,14 +91,14 @@ class LineSplitter:
             if end == 0:
                 break
             self._line += chunk.count(b"\n", start, end)
-            self._cuts.append((self.offset + end, self._line))
+            self._offsets.append((self.offset + end, self._line))
             start, self._wanted = end, self.offset + end + self._every
         self._line += chunk.count(b"\n", start)
         self.offset += len(chunk)
 
-    def cuts(self) -> Cuts:
+    def split_offsets(self) -> SplitOffsets:
         """Return the offset and line number of each split, excluding the end of the stream."""
-        return tuple(cut for cut in self._cuts if cut[0] < self.offset)
+        return tuple(split for split in self._offsets if split[0] < self.offset)
 
 
 def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
@@ -108,7 +108,7 @@ def find_parts(path: Path, how: str, every_bytes: int) -> Parts:
     """
     if how == "members":
         return Parts(*find_members(path, _kind(path), every_bytes))
-    return _cut_packed(path, every_bytes) if how == "packed" else _cut_rows(path, every_bytes)
+    return _split_packed(path, every_bytes) if how == "packed" else _split_rows(path, every_bytes)
 
 
 def _kind(path: Path) -> str:
@@ -116,21 +116,22 @@ def _kind(path: Path) -> str:
         return kind_of(file.read(_HEAD_BYTES), path.name)
 
 
-def _cut_packed(path: Path, every_bytes: int) -> Parts:
-    cutter = LineSplitter(every_bytes)
+def _split_packed(path: Path, every_bytes: int) -> Parts:
+    splitter = LineSplitter(every_bytes)
     try:
         with path.open("rb") as file:
-            stream = unpack(file, packing_of(file.peek(_HEAD_BYTES), path.name), str(path))
+            packing = packing_of(file.peek(_HEAD_BYTES), path.name)
+            stream = decompress_stream(file, packing, str(path))
             while chunk := stream.read(_CHUNK_BYTES):
-                cutter.feed(chunk)
+                splitter.feed(chunk)
     except (OSError, EOFError, zlib.error):
         return Parts()
-    cuts = cutter.cuts()
-    step = -(-(len(cuts) + 1) // _MOST_PARTS)
-    return Parts(cuts[step - 1 :: step], cutter.offset, cutter.offset)
+    offsets = splitter.split_offsets()
+    step = -(-(len(offsets) + 1) // _MOST_PARTS)
+    return Parts(offsets[step - 1 :: step], splitter.offset, splitter.offset)
 
 
-def _cut_rows(path: Path, every_bytes: int) -> Parts:
+def _split_rows(path: Path, every_bytes: int) -> Parts:
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -141,15 +142,15 @@ def _cut_rows(path: Path, every_bytes: int) -> Parts:
             metadata = pyarrow.parquet.read_metadata(file)
     except (OSError, pyarrow.lib.ArrowException):
         return Parts()
-    cuts, rows, part_bytes, size_bytes = [], 0, 0, 0
+    offsets, rows, part_bytes, size_bytes = [], 0, 0, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         if part_bytes and part_bytes + group.total_byte_size > every_bytes:
-            cuts.append((rows, rows + 1))
+            offsets.append((rows, rows + 1))
             part_bytes = 0
         rows, part_bytes = rows + group.num_rows, part_bytes + group.total_byte_size
         size_bytes += group.total_byte_size
-    return Parts(tuple(cuts), rows, size_bytes)
+    return Parts(tuple(offsets), rows, size_bytes)
 
 
 def read_part(
@@ -173,7 +174,7 @@ def read_part(
         return
     if how == "packed":
         head = stream.peek(_HEAD_BYTES)  # type: ignore[attr-defined]
-        stream = unpack(stream, packing_of(head, path.name), str(path))
+        stream = decompress_stream(stream, packing_of(head, path.name), str(path))
     # Detect the encoding from the head of the file, so that all parts agree.
     detected = detect_encoding(stream.read(SAMPLE_BYTES) if how == "lines" else _peek(stream))
     if how == "lines":

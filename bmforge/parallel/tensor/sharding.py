@@ -21,21 +21,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bmforge.errors import BmforgeError
 from bmforge.nn.dense_weight import is_conv1d
 from bmforge.parallel.tensor.foreign import FOREIGN_STYLES, supports_foreign_style
-from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide, is_mixture, view_here
+from bmforge.parallel.tensor.parts import APPLY, TensorGroup, hide_bias, is_mixture, view_here
 from bmforge.parallel.tensor.sequence import divide_tokens_
 from bmforge.surgery import View, match_names, view_parameters_
 
 __all__ = [
-    "CUT_DIMS",
-    "Cut",
+    "SHARD_DIMS",
+    "ShardingRule",
     "apply_tensor_parallel_",
-    "find_cuts",
+    "match_sharding_rules",
     "tensor_problems",
 ]
 
 
-class Cut(Protocol):
-    """Sharding style of the modules that match a glob; `models.TensorCut` lists the styles."""
+class ShardingRule(Protocol):
+    """Sharding style of the modules that match a glob; see `models.TensorParallelRule`."""
 
     @property
     def glob(self) -> str:
@@ -51,7 +51,7 @@ class Cut(Protocol):
 
 
 # Sharding style -> parameter -> sharded dim. Other parameters are replicated.
-CUT_DIMS: dict[str, dict[str, int]] = {
+SHARD_DIMS: dict[str, dict[str, int]] = {
     "part": {},
     "whole": {},
     "column": {"weight": 0, "bias": 0},
@@ -70,37 +70,37 @@ CUT_DIMS: dict[str, dict[str, int]] = {
 }
 
 
-def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[str]:
+def tensor_problems(model: nn.Module, rules: Sequence[ShardingRule], size: int) -> list[str]:
     """Return the reasons why tensor parallelism over `size` processes is impossible."""
     if size == 1:
         return []
-    if not cuts:
+    if not rules:
         return [f"tp={size}: {type(model).__name__} has no tensor-parallel rules"]
     problems, modules = [], dict(model.named_modules())
-    for cut in cuts:
+    for rule in rules:
         try:
-            names = match_names(modules, (cut.glob,))
+            names = match_names(modules, (rule.glob,))
         except BmforgeError as error:
             problems.append(f"tensor_parallel: {error}")
             continue
-        if cut.style not in CUT_DIMS:
-            problems.append(f"tensor_parallel: {cut.glob} has the unknown style {cut.style!r}")
+        if rule.style not in SHARD_DIMS:
+            problems.append(f"tensor_parallel: {rule.glob} has the unknown style {rule.style!r}")
             continue
-        shares = cut.style == "key_value" and cut.units and size % cut.units == 0
-        if cut.units % size and not shares and cut.style != "shared_tail":
-            kind = "columns" if cut.style in ("gathered_column", "split_row") else "heads"
-            problems.append(f"tp={size} does not divide the {cut.units} {kind} of {cut.glob}")
-        if cut.style in FOREIGN_STYLES:
+        shares = rule.style == "key_value" and rule.units and size % rule.units == 0
+        if rule.units % size and not shares and rule.style != "shared_tail":
+            kind = "columns" if rule.style in ("gathered_column", "split_row") else "heads"
+            problems.append(f"tp={size} does not divide the {rule.units} {kind} of {rule.glob}")
+        if rule.style in FOREIGN_STYLES:
             problems += [
                 (
                     f"tp={size}: {name} is a {type(modules[name]).__name__}, which does not "
-                    f"support the style {cut.style!r} (only layers of floats or int8 rows do)"
+                    f"support the style {rule.style!r} (only layers of floats or int8 rows do)"
                 )
                 for name in names
-                if not supports_foreign_style(modules[name], cut.style)
+                if not supports_foreign_style(modules[name], rule.style)
             ]
-        reasons = {getattr(modules[name], "uncut_reason", "") for name in names} - {""}
-        problems += [f"tp={size}: {cut.glob}: {reason}" for reason in sorted(reasons)]
+        reasons = {getattr(modules[name], "unsharded_reason", "") for name in names} - {""}
+        problems += [f"tp={size}: {rule.glob}: {reason}" for reason in sorted(reasons)]
         problems += [
             (
                 f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to be "
@@ -108,63 +108,65 @@ def tensor_problems(model: nn.Module, cuts: Sequence[Cut], size: int) -> list[st
             )
             for name in names
             for key, parameter in modules[name].named_parameters(recurse=False)
-            if _leaves_empty(parameter, _dims_of(modules[name], cut).get(key), size) and not shares
+            if _leaves_empty(parameter, _dims_of(modules[name], rule).get(key), size) and not shares
         ]
-    return problems or _part_problems(model, find_cuts(model, cuts), size)
+    return problems or _part_problems(model, match_sharding_rules(model, rules), size)
 
 
-def _part_problems(model: nn.Module, styles: Mapping[str, Cut], size: int) -> list[str]:
+def _part_problems(model: nn.Module, styles: Mapping[str, ShardingRule], size: int) -> list[str]:
     """Return the reasons why adapters cannot be sharded like their base modules."""
     problems = []
     for name, module in model.named_modules():
         if not follows_base(module):
             continue
-        cut, supported = _cut_around(name, module, styles), module.cut_styles
-        style = "" if cut is None else cut.style
+        rule, supported = _rule_around(name, module, styles), module.sharding_styles
+        style = "" if rule is None else rule.style
         if style not in supported:
             problems.append(
                 f"tp={size}: {name} ({type(module).__name__}) is attached to a module that is "
                 f"sharded in the style {style!r}, but supports only "
                 f"{', '.join(map(repr, sorted(supported - {''})))}"
             )
-        elif cut is not None:
+        elif rule is not None:
             problems += [
                 (
                     f"tp={size}: {name}.{key} of shape {tuple(parameter.shape)} is too small to "
                     "be sharded"
                 )
                 for key, parameter in module.named_parameters(recurse=False)
-                if _leaves_empty(parameter, _dims_of(module, cut).get(key), size)
+                if _leaves_empty(parameter, _dims_of(module, rule).get(key), size)
             ]
     return problems
 
 
 def follows_base(module: Any) -> bool:
     """Return True for an adapter that is sharded like its base module."""
-    return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "cut_styles")
+    return callable(getattr(module, "tensor_notes", None)) and hasattr(module, "sharding_styles")
 
 
-def _cut_around(name: str, module: nn.Module, styles: Mapping[str, Cut]) -> Cut | None:
-    """Return the `Cut` (sharding style) of a module; an adapter has that of its base module.
+def _rule_around(
+    name: str, module: nn.Module, styles: Mapping[str, ShardingRule]
+) -> ShardingRule | None:
+    """Return the sharding rule of a module; an adapter has that of its base module.
 
-    The parameters of a base module with the style "whole" are replicated, as without a `Cut`.
+    The parameters of a base module with the style "whole" are replicated, as without a rule.
     """
     if not follows_base(module):
         return styles.get(name)
-    cut = styles.get(name.rpartition(".")[0])
-    return None if cut is not None and cut.style == "whole" else cut
+    rule = styles.get(name.rpartition(".")[0])
+    return None if rule is not None and rule.style == "whole" else rule
 
 
-def _dims_of(module: Any, cut: Cut | None) -> Mapping[str, int]:
+def _dims_of(module: Any, rule: ShardingRule | None) -> Mapping[str, int]:
     """Return the sharded dim of each parameter, from the style or an adapter's `tensor_notes`."""
-    if cut is None:
+    if rule is None:
         return {}
     if not callable(getattr(module, "tensor_notes", None)):
-        dims = CUT_DIMS[cut.style]
+        dims = SHARD_DIMS[rule.style]
         turned = is_conv1d(module) and "weight" in dims
         return {**dims, "weight": 1 - dims["weight"]} if turned else dims
-    notes = {key: note.cuts.get(cut.style) for key, note in module.tensor_notes().items()}
-    return {k: v for k, v in {**CUT_DIMS[cut.style], **notes}.items() if v is not None}
+    notes = {key: note.shard_dims.get(rule.style) for key, note in module.tensor_notes().items()}
+    return {k: v for k, v in {**SHARD_DIMS[rule.style], **notes}.items() if v is not None}
 
 
 def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
@@ -172,19 +174,21 @@ def _leaves_empty(parameter: Tensor, dim: int | None, size: int) -> bool:
     if dim is None:
         return False
     length = parameter.shape[dim]
-    # A DTensor is cut into parts of ceil(length / size): 5 rows on 4 ranks are 2, 2, 1 and 0.
+    # A DTensor is sharded into parts of ceil(length / size): 5 rows on 4 ranks are 2, 2, 1 and 0.
     return -(-length // size) * (size - 1) >= length
 
 
-def find_cuts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return a dict from module name to `Cut`; if several globs match, the last `Cut` applies."""
+def match_sharding_rules(
+    model: nn.Module, rules: Sequence[ShardingRule]
+) -> dict[str, ShardingRule]:
+    """Return a dict from module name to rule; if several globs match, the last rule applies."""
     names = [name for name, _ in model.named_modules()]
-    return {name: cut for cut in cuts for name in match_names(names, (cut.glob,))}
+    return {name: rule for rule in rules for name in match_names(names, (rule.glob,))}
 
 
 def apply_tensor_parallel_(
     model: nn.Module,
-    styles: Mapping[str, Cut],
+    styles: Mapping[str, ShardingRule],
     stacks: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -194,7 +198,7 @@ def apply_tensor_parallel_(
 
     Args:
         model: unsharded model.
-        styles: dict from module name to `Cut`; see `find_cuts`.
+        styles: dict from module name to `ShardingRule`; see `match_sharding_rules`.
         stacks: containers of blocks (a stack runs its blocks one after the other).
         mesh: one-dimensional mesh.
         sequence: shard the tokens between sublayers as well (sequence parallelism).
@@ -212,7 +216,7 @@ def apply_tensor_parallel_(
     )
     new: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
-        cut = _cut_around(name, module, styles)
+        rule = _rule_around(name, module, styles)
         # Inside a mixture of experts, or a replicated sublayer, each process has all tokens;
         # outside, only its own tokens.
         is_next_to = follows_base(module) and f"{name.rpartition('.')[0]}." in mixtures
@@ -220,14 +224,14 @@ def apply_tensor_parallel_(
         group = whole_group if inside else tensor
         has_all = inside or f"{name}." in mixtures
         between = group.view_between if id(module) in blocks and not has_all else view_here
-        views = dict(_cut_parameters_(module, cut, group, between, new))
-        if cut is not None and cut.style in FOREIGN_STYLES and not follows_base(module):
-            FOREIGN_STYLES[cut.style](module, group, cut.units)
-        elif cut is not None and cut.style in APPLY and not follows_base(module):
-            APPLY[cut.style](module, group)
+        views = dict(_shard_parameters_(module, rule, group, between, new))
+        if rule is not None and rule.style in FOREIGN_STYLES and not follows_base(module):
+            FOREIGN_STYLES[rule.style](module, group, rule.units)
+        elif rule is not None and rule.style in APPLY and not follows_base(module):
+            APPLY[rule.style](module, group)
         if views:
             view_parameters_(module, views, "views")
-    if any(cut.style in FOREIGN_STYLES for cut in styles.values()):
+    if any(rule.style in FOREIGN_STYLES for rule in styles.values()):
         _view_parameters_of_children_(model)
     if sequence:
         for stack in stacks:
@@ -262,25 +266,25 @@ def _near_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{key}", other) for key, other in child.named_children())
 
 
-def _cut_parameters_(
+def _shard_parameters_(
     module: nn.Module,
-    cut: Cut | None,
+    rule: ShardingRule | None,
     tensor: TensorGroup,
     between: View,
     new: dict[int, nn.Parameter],
 ) -> Iterator[tuple[str, View]]:
     """Turn a module's own parameters into DTensors; yield each name and its local view."""
-    dims = _dims_of(module, cut)
+    dims = _dims_of(module, rule)
     # An adapter attached to a replicated module, such as an unsharded MLP, is used like its base.
-    is_cut = cut is not None and bool(CUT_DIMS[cut.style])
+    is_sharded = rule is not None and bool(SHARD_DIMS[rule.style])
     # `follows`: replicated tensors of which each process uses those of its heads or columns. This
     # includes a prefix, but not an embedding's adapter, whose result is replicated.
-    follows = cut is not None and (
-        cut.style in ("head_norm", "gate")
-        or (is_cut and follows_base(module) and cut.style != "embedding")
-        or (cut.style == "key_value" and hasattr(module, "tensor_notes"))
+    follows = rule is not None and (
+        rule.style in ("head_norm", "gate")
+        or (is_sharded and follows_base(module) and rule.style != "embedding")
+        or (rule.style == "key_value" and hasattr(module, "tensor_notes"))
     )
-    shared = cut is not None and cut.style == "key_value" and bool(cut.units % tensor.size)
+    shared = rule is not None and rule.style == "key_value" and bool(rule.units % tensor.size)
     for key, parameter in list(module.named_parameters(recurse=False)):
         takes_share = shared and dims.get(key) == 0
         dim = None if shared else dims.get(key)
@@ -291,13 +295,13 @@ def _cut_parameters_(
         module._parameters[key] = new[id(parameter)]
         if dim is not None:
             yield key, view_here
-        elif takes_share and cut is not None:
-            yield key, partial(tensor.view_shared_head, cut.units)
+        elif takes_share and rule is not None:
+            yield key, partial(tensor.view_shared_head, rule.units)
         elif follows and parameter.is_floating_point():
             # Replicated, and used by each process for its own heads or columns.
             yield key, tensor.view_of_heads
-        elif cut is not None and cut.style in ("row", "split_row") and key == "bias":
-            yield key, hide
+        elif rule is not None and rule.style in ("row", "split_row") and key == "bias":
+            yield key, hide_bias
         else:
             yield key, between
 

@@ -17,10 +17,10 @@ from bmforge.data.sources.warc import list_records
 __all__ = ["MEMBERS", "find_members", "read_members"]
 
 MEMBERS = ("zip", "tar", "warc")  # kinds that are split at the boundaries of members or records
-Cuts = tuple[tuple[int, int], ...]
+SplitOffsets = tuple[tuple[int, int], ...]
 
 
-def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, int]:
+def find_members(path: Path, kind: str, every_bytes: int) -> tuple[SplitOffsets, int, int]:
     """Return the split offsets of an archive, its number of units, and its decompressed size.
 
     The units are members for .zip, which has a directory, and bytes for other formats. A damaged
@@ -41,20 +41,20 @@ def find_members(path: Path, kind: str, every_bytes: int) -> tuple[Cuts, int, in
         return (), 0, 0
 
 
-def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> Cuts:
+def _choose(places: Iterable[tuple[int, int]], every_bytes: int) -> SplitOffsets:
     """Choose where to split an archive; return (position, member number from 1) of each split.
 
     Args:
         places: position of each member (-1 if no split is possible there) and its size.
         every_bytes: approximate number of bytes between two splits.
     """
-    cuts, member_bytes = [], 0
+    offsets, member_bytes = [], 0
     for number, (position, size) in enumerate(places, 1):
         if position >= 0 and member_bytes and member_bytes + size > every_bytes:
-            cuts.append((position, number))
+            offsets.append((position, number))
             member_bytes = 0
         member_bytes += size
-    return tuple(cuts)
+    return tuple(offsets)
 
 
 def _tar_member_offsets(file: BinaryIO) -> Iterator[tuple[int, int]]:

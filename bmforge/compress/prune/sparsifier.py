@@ -28,7 +28,7 @@ from bmforge.logging import get_logger
 from bmforge.shards import local_tensor, put_values_, source_of
 from bmforge.surgery import unwrap_forward_, view_parameters_, wrappers_of
 
-__all__ = ["Zeros", "keep_zeros"]
+__all__ = ["Sparsifier", "keep_zeros"]
 
 _PLACE = "zeros"
 
@@ -61,7 +61,7 @@ def keep_zeros(weight: Tensor) -> Tensor:
     return _KeepZeros.apply(weight)
 
 
-class Zeros(MethodBase):
+class Sparsifier(MethodBase):
     """Sets weights to zero, immediately or by a schedule, and keeps them zero.
 
     Args:

@@ -14,8 +14,8 @@ import pytest
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.prepare.shards import plan_shards
-from bmforge.data.sources.cuts import find_parts, split_kind
 from bmforge.data.sources.document import Document
+from bmforge.data.sources.file_ranges import find_parts, split_kind
 from bmforge.data.sources.files import read_records
 from bmforge.data.sources.record import ReadOptions
 

@@ -17,14 +17,14 @@ from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.serve.pauses import collect_all
 
-__all__ = ["AnyEngine", "ReopeningError", "SleepingEngine"]
+__all__ = ["AnyEngine", "ReloadError", "IdleUnloadingEngine"]
 
 
-class ReopeningError(BmforgeError, RuntimeError):
+class ReloadError(BmforgeError, RuntimeError):
     """Raised if an unloaded model could not be loaded again."""
 
 
-class SleepingEngine:
+class IdleUnloadingEngine:
     """Loads an engine on demand, and unloads it after an idle time.
 
     The class has the methods of `Engine` that the server needs; any thread may call them.
@@ -125,7 +125,7 @@ class SleepingEngine:
             if self._engine is not None:
                 self._engine.close()
 
-    def __enter__(self) -> SleepingEngine:
+    def __enter__(self) -> IdleUnloadingEngine:
         """Return the engine."""
         return self
 
@@ -140,7 +140,7 @@ class SleepingEngine:
                     self._engine = self._open()
                 except Exception as error:
                     self._opening_error = error
-                    raise ReopeningError(
+                    raise ReloadError(
                         "the model was unloaded while idle, and cannot be loaded again "
                         f"({type(error).__name__}: {error}). Check the files of the model, and "
                         "restart the server."
@@ -156,4 +156,4 @@ class SleepingEngine:
                 self._last = self._clock()
 
 
-AnyEngine = Engine | SleepingEngine
+AnyEngine = Engine | IdleUnloadingEngine

@@ -16,7 +16,7 @@ from prepare_cases import written
 
 from bmforge.data import PrepareConfig, prepare
 from bmforge.data.prepare.shards import FileRange, plan_shards
-from bmforge.data.sources.cuts import split_kind
+from bmforge.data.sources.file_ranges import split_kind
 from bmforge.data.sources.files import read_records
 from bmforge.data.sources.record import ReadOptions
 from bmforge.errors import DataError
