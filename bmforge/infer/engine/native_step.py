@@ -40,7 +40,8 @@ def load_step(variant: str | None = None) -> ctypes.CDLL | None:
     if variant is None:
         kernels = load_kernels()
         return None if kernels is None else load_step(kernels.name)
-    library = compile_sources("step", variant, ("step_parts.cpp", "step.cpp", "step_experts.cpp"))
+    parts = ("step_parts.cpp", "step_adapters.cpp", "step.cpp", "step_experts.cpp")
+    library = compile_sources("step", variant, parts)
     if library is not None:
         library.step_room_bytes.restype = ctypes.c_int64
     return library

@@ -14,16 +14,6 @@ struct Matrix {
   int32_t adapters;  // index of its LoRA updates in the run's table; 0 for none
 };
 
-// out += scale * x @ down.T @ up.T, for the tokens that are marked, or for all.
-struct LowRankUpdate {
-  const void *down, *up;
-  const uint8_t* tokens;
-  int64_t rank, kind;
-  float scale;
-};
-
-struct LowRankUpdates { const LowRankUpdate* data; int64_t count; };
-
 struct AttentionPart {
   Norm norm, query_norm, key_norm;
   Matrix query, key, value, out;
@@ -152,40 +142,11 @@ static Room divide_room(const Run& r, int thread) {
   return room;
 }
 
-// Inputs of the matrix's LoRA updates, x @ down.T: (tokens, rank) of each, one by one.
-static void enter_updates(Thread& t, const Matrix& m, const float* x, float* low) {
-  const LowRankUpdates& all = t.run.adapters[m.adapters];
-  for (int64_t a = 0; a < all.count; a++) {
-    const LowRankUpdate& u = all.data[a];
-    const Rows down = {u.down, u.rank, m.columns, u.kind};
-    if (!u.tokens) multiply_rows_of(down, 0, u.rank, x, t.count, low, u.rank);
-    for (int64_t i = 0; u.tokens && i < t.count; i++)
-      if (u.tokens[i])
-        multiply_rows_of(down, 0, u.rank, x + i * m.columns, 1, low + i * u.rank, u.rank);
-    low += t.count * u.rank;
-  }
-}
-
-// Add rows [first, last) of the LoRA updates to the results.
-static void add_updates(Thread& t, const Matrix& m, const float* low, int64_t first, int64_t last,
-                        float* out) {
-  const LowRankUpdates& all = t.run.adapters[m.adapters];
-  for (int64_t a = 0; a < all.count; a++) {
-    const LowRankUpdate& u = all.data[a];
-    for (int64_t row = first; row < last; row++) {
-      const float* up = as_floats({u.up, u.kind}, row * u.rank, u.rank, t.room.vectors);
-      for (int64_t i = 0; i < t.count; i++)
-        if (!u.tokens || u.tokens[i])
-          out[i * m.rows + row] += u.scale * dot(low + i * u.rank, up, u.rank, FP32);
-    }
-    low += t.count * u.rank;
-  }
-}
-
 // Convert the input of a product to the format of the matrix. Two matrices with one input have
 // different slots for the inputs of their LoRA updates.
 static void enter(Thread& t, const Matrix& m, const float* x, int slot = 0) {
-  if (m.adapters) enter_updates(t, m, x, t.room.low[slot]);
+  if (m.adapters)
+    enter_updates(t.run.adapters[m.adapters], m.columns, x, t.count, t.room.low[slot]);
   if (m.kind != PACKED || m.keeps_floats) return;
   if (t.quantized_from == x && t.quantized_group == m.group) return;
   t.a = place(t.room.quantized, t.count, m.columns, m.columns / m.group);
@@ -207,7 +168,8 @@ static void multiply_some(Thread& t, const Matrix& m, const float* x, int64_t fi
     if (m.bits == 8) multiply_panels<8>(w, a, first, end, 0, t.count);
     else multiply_panels<4>(w, a, first, end, 0, t.count);
   }
-  if (m.adapters) add_updates(t, m, t.room.low[slot], low, high, out);
+  if (m.adapters)
+    add_updates(t.run.adapters[m.adapters], t.room.low[slot], t.count, low, high, m.rows, out);
   if (!m.bias.data) return;
   float room[PANEL];
   for (int64_t row = low; row < high; row += PANEL) {
