@@ -25,6 +25,7 @@ from bmforge.files import replace_file
 __all__ = [
     "GROUP",
     "accept_ungrouped",
+    "check_config_file",
     "config_from_dict",
     "config_to_dict",
     "dump_toml",
@@ -241,6 +242,12 @@ def save_toml(config: Any, path: str | Path) -> None:
     replace_file(path, dump_toml(config))
 
 
+def check_config_file(path: str | Path) -> None:
+    """Raise `ConfigError` if a config file does not exist."""
+    if not Path(path).is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist. Check its path.")
+
+
 def load_toml(cls: type[C], path: str | Path) -> C:
     """Read a config from a TOML file.
 
@@ -248,8 +255,7 @@ def load_toml(cls: type[C], path: str | Path) -> C:
         ConfigError: the file is missing, is not TOML, or does not match the dataclass.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"config file {str(file)!r} does not exist. Check its path.")
+    check_config_file(file)
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

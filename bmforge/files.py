@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bmforge.errors import ConfigError, DataError
+from bmforge.errors import ConfigError, DataError, suggest
 
 __all__ = [
+    "check_input",
     "check_place",
     "find_export",
     "partial_name",
@@ -53,6 +54,25 @@ def check_place(path: str | Path, name: str, *, is_file: bool = False) -> None:
             f"cannot write {name}={str(path)!r}: no permission to write in {str(existing)!r}. "
             "Choose another path, or change its permissions."
         )
+
+
+def check_input(path: str, name: str) -> None:
+    """Raise `DataError` if there is neither a file or directory at `path`, nor a token store.
+
+    Args:
+        path: value of the option. The files of a token store begin with its path.
+        name: name of the option, for the error message.
+    """
+    location = Path(path)
+    try:
+        siblings = [] if location.exists() else [other.name for other in location.parent.iterdir()]
+    except OSError:  # no such directory, or no permission
+        siblings = []
+    prefixes = (f"{location.name}.", f"{location.name}_")
+    if location.exists() or any(other.startswith(prefixes) for other in siblings):
+        return
+    near = suggest(location.name, siblings)
+    raise DataError(f"{name}: the file {path!r} does not exist.{near} Check the path.")
 
 
 def find_export(name: str | Path) -> str | Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bmforge.errors import ConfigError
+from bmforge.value_ranges import check_values
 
 __all__ = ["PromptRow", "RolloutConfig"]
 
@@ -73,14 +74,8 @@ class RolloutConfig:
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range."""
-        least = {"overlong_tokens": 0, "log_completions": 0}
-        names = ("num_generations", "max_new_tokens", "steps_per_generation", "num_iterations")
-        least |= dict.fromkeys((*names, "max_num_seqs"), 1)
-        wrong = [
-            f"rollout.{name}={getattr(self, name)} must be at least {number}"
-            for name, number in least.items()
-            if getattr(self, name) < number
-        ]
+        check_values(self, "rollout.")
+        wrong = []
         if self.max_turns < 2 and self.tools:
             wrong.append(
                 f"rollout.max_turns={self.max_turns} must be at least 2 if rollout.tools is set"
@@ -89,10 +84,6 @@ class RolloutConfig:
             value = getattr(self, name)
             if not self.tools and value != getattr(RolloutConfig, name):
                 wrong.append(f"rollout.{name}={value} has no effect without rollout.tools")
-        if not self.tool_timeout_s > 0:
-            wrong.append(f"rollout.tool_timeout_s={self.tool_timeout_s} must be above 0")
-        if not self.temperature > 0:
-            wrong.append(f"rollout.temperature={self.temperature} must be above 0")
         if self.overlong_tokens > self.max_new_tokens:
             wrong.append(
                 f"rollout.overlong_tokens={self.overlong_tokens} must be at most "

@@ -22,6 +22,7 @@ from bmforge.device import accumulation_dtype
 from bmforge.errors import ConfigError
 from bmforge.train import LossAndMetrics
 from bmforge.train.metric_sums import MetricKind
+from bmforge.value_ranges import check_values
 
 __all__ = [
     "ValueConfig",
@@ -62,11 +63,7 @@ class ValueConfig:
                     f"value.{name}={value!r} has no effect without rl.advantage=gae. Remove "
                     f"value.{name}, or use --method ppo."
                 )
-        if not self.lr >= 0 or not self.cliprange > 0:
-            raise ConfigError(
-                f"value.lr={self.lr} must be at least 0, and value.cliprange={self.cliprange} "
-                "must be above 0."
-            )
+        check_values(self, "value.")
 
 
 def place_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:

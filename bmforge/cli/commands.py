@@ -22,6 +22,8 @@ from bmforge.cli import (
     serve_options,
     tree_options,
 )
+from bmforge.interrupts import before_output
+from bmforge.model_names import check_model_path
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -48,6 +50,9 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "chat": {"--max-tokens": "--max-new-tokens"},
     "serve": {"--max-model-len": "--context"},
 }
+
+# Fields of the options that name a model; a path that does not exist is reported at once.
+_MODEL_ARGUMENTS = ("model", "source", "adapter", "base")
 
 COMMANDS: Mapping[str, Command] = {
     "quickstart": Command(
@@ -136,11 +141,16 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run a command with its arguments."""
     command = COMMANDS[name]
     parsed: Any = arguments
-    if command.options is not None:
-        spelled = _spell_aliases(_ALIASES.get(name, {}), _place_target(command, arguments))
-        parsed = parse.parse_options(command.options, spelled, name)
-    module, _, function = command.run.partition(":")
-    getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(parsed)
+    with before_output():
+        if command.options is not None:
+            spelled = _spell_aliases(_ALIASES.get(name, {}), _place_target(command, arguments))
+            parsed = parse.parse_options(command.options, spelled, name)
+        for field in _MODEL_ARGUMENTS:
+            if isinstance(value := getattr(parsed, field, None), str):
+                check_model_path(value)
+        module, _, function = command.run.partition(":")
+        run = getattr(importlib.import_module(f"bmforge.cli.{module}"), function)
+    run(parsed)
 
 
 def _spell_aliases(aliases: Mapping[str, str], arguments: Sequence[str]) -> list[str]:

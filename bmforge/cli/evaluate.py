@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from bmforge.cli import parse
 from bmforge.cli.options import EvaluateCommand
 from bmforge.logging import process_rank
+from bmforge.model_names import check_model_path
 
 __all__ = ["run_evaluate"]
 
@@ -17,6 +18,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
     """Evaluate a model and print the metrics on one process."""
     plain, laid = _split_arguments(arguments)
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
+    check_model_path(command.model)
     command.config.check()
     # Imported lazily: help and argument errors do not need torch.
     from bmforge.parallel import Layout

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bmforge import __version__
-from bmforge.cli.commands import COMMANDS, Command, run_command
-from bmforge.cli.foreign_options import suggest_command
-from bmforge.cli.option_names import name_options, options_of
 from bmforge.errors import BmforgeError, ConfigError
-from bmforge.logging import process_rank
+from bmforge.interrupts import before_output
+
+if TYPE_CHECKING:  # imported by `_run`, where Ctrl-C is handled
+    from bmforge.cli.commands import Command
 
 __all__ = ["main"]
 
@@ -49,10 +50,14 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] in (["--version"], ["-V"]):
         print(f"bmforge {__version__}")
         return 0
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_overview(COMMANDS))
-        return 0
     try:
+        with before_output():
+            from bmforge.cli.commands import COMMANDS, run_command
+            from bmforge.cli.foreign_options import suggest_command
+
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(_overview(COMMANDS))
+            return 0
         if arguments[0] not in COMMANDS:
             raise ConfigError(
                 f"unknown command {arguments[0]!r}.{suggest_command(arguments[0], COMMANDS)} "
@@ -61,6 +66,8 @@ def _run(arguments: list[str]) -> int:
         run_command(arguments[0], arguments[1:])
         return 0
     except BmforgeError as error:
+        from bmforge.cli.option_names import name_options, options_of
+
         _say(name_options(str(error), options_of(arguments[0]), arguments[1:]))
         return 2
     except OSError as error:
@@ -78,15 +85,18 @@ def _run(arguments: list[str]) -> int:
         else:
             raise
         return 2
-    except KeyboardInterrupt:
-        if _is_first_to_report("stopped."):
-            print("stopped.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        message = str(stop) or "stopped."
+        if _is_first_to_report(message):
+            print(message, file=sys.stderr)
         return 130
     finally:
         _leave_process_group()
 
 
 def _say(problem: str) -> None:
+    from bmforge.logging import process_rank
+
     rank = process_rank()
     if _is_first_to_report(problem):
         print(f"{f'[rank {rank}] ' if rank else ''}error: {problem}", file=sys.stderr)

@@ -42,17 +42,21 @@ def name_options(message: str, options: Collection[str], arguments: Sequence[str
         arguments: command line, whose spelling of an option is used (`--lr`).
     """
     typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    for short, full in SHORT_NAMES.items():
+        # The parser knows only the full name, so its messages contain it.
+        if short in typed and full not in typed and full.removeprefix("--") in options:
+            message = re.sub(rf"(?<![\w-]){re.escape(full)}(?![\w.-])", short, message)
     named: dict[str, None] = {}
     alike: list[str] = []  # options that the message spells as the command line does
     words = set(_WORD.findall(message))
     for field in _FIELD.findall(message):
         name = field.replace("_", "-")
-        if name == field and not (name in options and ("." in name or name in words)):
+        hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
+        if name == field and not (hits and ("." in name or (hits == [name] and name in words))):
             continue
-        if name == field and not _is_typed(name, typed):
+        if hits == [name] == [field] and not _is_typed(name, typed):
             alike += [name] if name in words else []
             continue
-        hits = [name] if name in options else sorted(o for o in options if o.endswith(f".{name}"))
         if len(hits) <= _MOST:
             spelled = [_spell(hit, typed) for hit in hits]
             named.update((option, None) for option in spelled if option not in message)
@@ -70,6 +74,10 @@ def _is_typed(name: str, typed: Collection[str]) -> bool:
 
 
 def _spell(name: str, typed: Collection[str]) -> str:
-    """Return the option as the user has typed it, or its full name if it was not typed."""
-    aliases = [short for short, full in _ALIASES.items() if full == f"--{name}"]
-    return next((alias for alias in aliases if alias in typed), f"--{name}")
+    """Return the option as the user has typed it, or its short name if it was not typed."""
+    full = f"--{name}"
+    if full in typed:
+        return full
+    aliases = [short for short, field in _ALIASES.items() if field == full]
+    usual = next((short for short, field in SHORT_NAMES.items() if field == full), full)
+    return next((alias for alias in aliases if alias in typed), usual)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bmforge.cli.early_checks import check_arguments
 from bmforge.cli.foreign_options import suggest_option
 from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task, list_tasks
 from bmforge.cli.train_options import FIELDS
 from bmforge.errors import ConfigError
+from bmforge.interrupts import before_output
 from bmforge.task_names import check_task
 
 __all__ = ["run_train"]
@@ -25,9 +27,11 @@ def run_train(arguments: Sequence[str]) -> None:
     if any(option in _HELP for option in options):
         print(describe_task(task))
         return
-    _check_names(options)
-    # Imported lazily: it imports every recipe and model.
-    from bmforge.cli.train_run import run_task
+    with before_output():
+        _check_names(options)
+        check_arguments(task, options)
+        # Imported lazily: it imports torch, and every recipe and model.
+        from bmforge.cli.train_run import run_task
 
     run_task(task, ["--help" if option == "--help-all" else option for option in options])
 

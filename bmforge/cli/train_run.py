@@ -13,6 +13,7 @@ from bmforge.cli.train_help import describe_fields
 from bmforge.compat.cpm_pretrain.ds_config import apply_ds_config
 from bmforge.config import dump_toml
 from bmforge.errors import ConfigError
+from bmforge.interrupts import before_output
 from bmforge.parallel.distributed import launched_processes, restarts_failed
 from bmforge.recipes import TASKS, find_recipe
 from bmforge.recipes.adapters import default_rate
@@ -34,6 +35,14 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
         task: name of the task.
         arguments: command line arguments after the task name.
     """
+    with before_output():
+        recipe, config = _read_task(task, arguments)
+    if config is not None and recipe.run(config).stopped and not restarts_failed():
+        raise KeyboardInterrupt  # so that a shell script that runs this command stops too
+
+
+def _read_task(task: str, arguments: Sequence[str]) -> tuple[Recipe, Any]:
+    """Return the recipe and the config of a run; the config is None if it was only shown."""
     remaining = list(arguments)
     file, model = take_option(remaining, "--config"), take_option(remaining, "--model")
     recipe = find_recipe(task, model, _peek_option(remaining, "--init-from"), file)
@@ -64,13 +73,14 @@ def run_task(task: str, arguments: Sequence[str]) -> None:
         print(dump_toml(config), end="")
     elif tries:
         print(show_dry_run(recipe, config, parse_world(world)))
-    elif world is not None:
+    if shows or tries:
+        return recipe, None
+    if world is not None:
         raise ConfigError(
             f"--world {world} has no effect without --dry-run. Leave it out, and start several "
             "processes with torchrun."
         )
-    elif recipe.run(config).stopped and not restarts_failed():
-        raise KeyboardInterrupt  # so that a shell script that runs this command stops too
+    return recipe, config
 
 
 def _parse_run(recipe: Recipe, arguments: Sequence[str], command: str, default: Any) -> Any:

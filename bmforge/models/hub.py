@@ -12,6 +12,7 @@ from bmforge.errors import ConfigError, suggest
 from bmforge.files import find_export
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
+from bmforge.model_names import find_neighbors, plain_name
 from bmforge.models.adapter_dirs import find_base, head_of_adapter, is_adapter
 from bmforge.models.base import Model
 from bmforge.models.changes import CHANGES_KEY
@@ -19,7 +20,7 @@ from bmforge.models.config import ModelConfig, read_config_file
 from bmforge.models.families import FAMILIES
 from bmforge.models.file_fingerprint import fingerprint_of_files
 from bmforge.models.formats.hf_format import WeightFiles
-from bmforge.models.resolve import find_neighbors, resolve_model
+from bmforge.models.resolve import resolve_model
 
 __all__ = [
     "FAMILIES",
@@ -97,15 +98,11 @@ def names_directory(name: str) -> bool:
 
 def find_family(name: str) -> type[Model] | None:
     """Return the model class with this name in any spelling (CPM-Bee, cpmbee); None if unknown."""
-    plain = _plain(name)
+    plain = plain_name(name)
     for key, family in FAMILIES.items():
-        if plain in (_plain(key), _plain(family.config_class.family)):
+        if plain in (plain_name(key), plain_name(family.config_class.family)):
             return family
     return None
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
 
 
 def _preset_names() -> list[str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from bmforge.errors import ConfigError, suggest
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
+from bmforge.model_names import check_model_path, find_neighbors
 from bmforge.models.formats.hf_format import has_all_weights
 
-__all__ = ["find_neighbors", "resolve_model"]
+__all__ = ["resolve_model"]
 
 _WANTED = ["*.json", "README.md", "*.jinja", "*.model", "*.txt", "tokenizer*", "vocab*", "merges*"]
 # ModelCenter's short names whose weights were only on its own server, never on the hub.
@@ -23,7 +24,6 @@ _NOT_ON_HUB = {
     "that model as a GPT-2, and bmforge convert reads its published shards.",
     "cpm2-large": "The CPM-2 of the paper was published as shards, which bmforge convert reads.",
 }
-_MODEL_FILES = ("config.json", "run.toml", "adapter_config.json")
 _TIMEOUT_S = 10.0
 # Repositories often contain the weights in several formats; only the first match is downloaded.
 _WEIGHTS = ["model*.safetensors", "bmforge_model*.safetensors", "pytorch_model*.bin", "*.pt"]
@@ -50,8 +50,7 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
             f"{str(name)!r} is neither a directory nor a GGUF file. Pass a directory with "
             "config.json, or a .gguf file."
         )
-    if path.suffix == ".gguf":
-        raise ConfigError(f"the GGUF file {str(path)!r} does not exist. Check the path.")
+    check_model_path(path)
     name = (hub_ids or {}).get(str(name), str(name))
     hint = suggest(str(path), find_neighbors(path))
     if name in _NOT_ON_HUB:
@@ -82,19 +81,6 @@ def resolve_model(name: str | Path, hub_ids: Mapping[str, str] | None = None) ->
             f"be reached ({type(error).__name__}).{hint} Without a network, copy config.json and "
             f"the weights into the directory {str(path.absolute())!r}."
         ) from error
-
-
-def find_neighbors(path: Path) -> list[str]:
-    """Return the model, run and adapter directories and GGUF files next to a path."""
-    try:
-        siblings = sorted(path.parent.iterdir())
-        return [
-            str(other)
-            for other in siblings
-            if other.suffix == ".gguf" or any((other / name).is_file() for name in _MODEL_FILES)
-        ]
-    except OSError:  # no such directory, or no permission
-        return []
 
 
 def _find_cached(name: str, hint: str) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmforge.errors import ConfigError, suggest
+from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.nn.low_rank import linear_sizes
@@ -34,6 +34,7 @@ from bmforge.tune.delta import (
 )
 from bmforge.tune.delta.address import ROUTERS
 from bmforge.tune.delta.attached import delta_tensors
+from bmforge.value_ranges import check_values
 
 __all__ = [
     "ADAPTER_NAME",
@@ -129,6 +130,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for an unknown kind, or for adapter options without a kind."""
+        check_values(self, "adapter.")
         if self.kind is None:
             names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             if names:
@@ -140,11 +142,6 @@ class AdapterConfig:
                 f"adapter.lr_ratio={self.lr_ratio} is not allowed with "
                 f"adapter.kind={self.kind!r} (allowed: numbers above 0, only with "
                 "adapter.kind='lora'). Correct the value, or leave it out."
-            )
-        elif self.kind not in KINDS:
-            raise ConfigError(
-                f"unknown adapter: adapter.kind={self.kind!r} (supported: "
-                f"{', '.join(KINDS)}).{suggest(self.kind, KINDS)}"
             )
 
     def options(self) -> dict[str, Any]:

@@ -63,17 +63,7 @@ def train_blanks(config: Any, launch: Launch = run_recipe) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return launch(config, _open_data, _check, head="language_model")
-
-
-def _check(config: Any, processes: int) -> None:
-    if not 0 <= config.long_ratio <= 1 or not 0 < config.noise_density < 1:
-        raise ConfigError(
-            f"long_ratio={config.long_ratio} must be from 0 to 1, and "
-            f"noise_density={config.noise_density} above 0 and below 1."
-        )
-    if config.mean_span_length < 1:
-        raise ConfigError(f"mean_span_length={config.mean_span_length} must be at least 1.")
+    return launch(config, _open_data, head="language_model")
 
 
 def cut_blanks(

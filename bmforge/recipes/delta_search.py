@@ -26,6 +26,7 @@ from bmforge.recipes.run_dir import check_new_run
 from bmforge.recipes.search_page import write_search_page
 from bmforge.recipes.start import complete_model_config, family_of
 from bmforge.train import OptimConfig, TrainConfig
+from bmforge.value_ranges import check_values
 
 __all__ = ["DeltaSearchConfig", "SearchConfig", "find_candidates", "plan_rounds", "search_deltas"]
 
@@ -73,13 +74,7 @@ class SearchConfig:
             )
         if not (self.kinds and self.places and self.sizes):
             raise ConfigError("search.kinds, search.places and search.sizes must not be empty.")
-        if self.keep_ratio < 2:
-            raise ConfigError(
-                f"search.keep_ratio={self.keep_ratio} must be at least 2: each round keeps 1 / "
-                "keep_ratio of the candidates."
-            )
-        if self.max_trained < 0:
-            raise ConfigError(f"search.max_trained={self.max_trained} must be at least 0.")
+        check_values(self, "search.")
 
 
 @dataclass(kw_only=True)

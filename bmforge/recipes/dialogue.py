@@ -64,11 +64,8 @@ def train_dialogue(config: Any, launch: Launch = run_recipe) -> RunResult:
 
 def _check(config: Any, processes: int) -> None:
     refuse_split(config.data.split)
-    if config.data.seq_len < 3 or config.target_len < 2:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} must be at least 3, and target_len="
-            f"{config.target_len} at least 2."
-        )
+    if config.data.seq_len < 3:
+        raise ConfigError(f"data.seq_len={config.data.seq_len} must be at least 3.")
 
 
 class _Dialogues:

@@ -55,12 +55,7 @@ def train_masked(config: Any, launch: Launch = run_recipe) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return launch(config, _open_data, _check, head="masked_lm")
-
-
-def _check(config: Any, processes: int) -> None:
-    if not 0 < config.mask_ratio < 1:
-        raise ConfigError(f"mask_ratio={config.mask_ratio} must be above 0 and below 1.")
+    return launch(config, _open_data, head="masked_lm")
 
 
 def mask_tokens(

@@ -8,6 +8,7 @@ from typing import Any
 from bmforge.errors import ConfigError
 from bmforge.parallel import Layout
 from bmforge.parallel.check import step_problems
+from bmforge.value_ranges import check_values
 
 __all__ = ["resolve_batch"]
 
@@ -19,11 +20,8 @@ def resolve_batch(config: Any, world_size: int) -> Any:
         ConfigError: a size is below 1, two global batch sizes are given, or the pipeline
             schedule does not support this number of micro-batches.
     """
+    check_values(config.data, "data.")
     data, rows = config.data, config.layout.row_groups(world_size)
-    sizes = {name: getattr(data, name) for name in ("global_batch_size", "micro_batch_size")}
-    wrong = [f"data.{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
-    if wrong:
-        raise ConfigError(f"{'; '.join(wrong)}.")
     steps = getattr(data, "grad_accum_steps", None)
     if steps is not None:
         data = _accumulate(data, steps, rows, type(config)().data.global_batch_size)
@@ -32,8 +30,6 @@ def resolve_batch(config: Any, world_size: int) -> Any:
 
 
 def _accumulate(data: Any, steps: int, rows: int, usual: int) -> Any:
-    if steps < 1:
-        raise ConfigError(f"data.grad_accum_steps={steps} must be at least 1.")
     product = data.micro_batch_size * steps * rows
     if data.global_batch_size not in (usual, product):
         raise ConfigError(

@@ -7,7 +7,6 @@ with its adapter off, a frozen copy, or log-probabilities that are computed befo
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +40,7 @@ from bmforge.recipes.sft import read_template
 from bmforge.recipes.start import traits_of
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.train import OptimConfig, TrainConfig
+from bmforge.value_ranges import check_values
 
 __all__ = [
     "PairData",
@@ -177,19 +177,7 @@ def read_options(config: Any) -> MethodOptions:
             raise ConfigError(f"{name} has no effect with method={config.method}. Leave it out.")
     beta = method.beta if config.beta is None else config.beta
     options = MethodOptions(**{"beta": beta, "nll_weight": method.nll_weight, **chosen_options})
-    infinite = [name for name, value in vars(options).items() if not math.isfinite(value)]
-    if infinite:
-        raise ConfigError(f"{infinite[0]}={getattr(options, infinite[0])} must be finite.")
-    if not options.beta > 0 or not 0 <= options.label_smoothing < 0.5:
-        raise ConfigError(
-            f"beta={options.beta} must be above 0, and label_smoothing="
-            f"{options.label_smoothing} at least 0 and below 0.5."
-        )
-    if min(options.nll_weight, options.desirable_weight, options.undesirable_weight) < 0:
-        raise ConfigError(
-            f"nll_weight={options.nll_weight}, desirable_weight={options.desirable_weight} and "
-            f"undesirable_weight={options.undesirable_weight} must be at least 0."
-        )
+    check_values(options)
     if config.nll_on_prompt and not options.nll_weight:
         raise ConfigError("nll_on_prompt has no effect with nll_weight=0. Leave it out.")
     return options

@@ -78,15 +78,6 @@ class PromptDataConfig(TaskDataConfig):
     shots: int = 0
     seeds: int = 1
 
-    def check(self) -> None:
-        """Raise `ConfigError` for a number out of range; see `TaskDataConfig`."""
-        super().check()
-        if self.shots < 0 or self.seeds < 1:
-            raise ConfigError(
-                f"data.shots={self.shots} must be at least 0, and data.seeds={self.seeds} at "
-                "least 1."
-            )
-
 
 @dataclass(kw_only=True)
 class PromptGenerateConfig(RunConfig):

@@ -25,6 +25,7 @@ from bmforge.parallel.distributed import restarts_failed
 from bmforge.recipes.inputs.corpus import CorpusConfig
 from bmforge.recipes.ngram import bigram_bits, unigram_bits
 from bmforge.recipes.pretrain import GPT2PretrainConfig, pretrain
+from bmforge.recipes.registry import read_config_values
 from bmforge.recipes.run import RunResult
 from bmforge.recipes.run_dir import add_results, check_free
 from bmforge.settings import QuickstartConfig
@@ -83,11 +84,18 @@ def quickstart(config: QuickstartConfig) -> Path:
     return config.run_dir / "report.html"
 
 
-def _training(
-    config: QuickstartConfig, corpus: PrepareReport, data_dir: Path
-) -> GPT2PretrainConfig:
+class _TrainingConfig(GPT2PretrainConfig):
+    """Config of the training run, whose intervals follow from the number of steps."""
+
+    derived_fields = frozenset(f"train.{name}_every_steps" for name in ("eval", "save", "log"))
+
+
+def _training(config: QuickstartConfig, corpus: PrepareReport, data_dir: Path) -> _TrainingConfig:
     """Return the config of the training run: two million weights, a few epochs."""
-    return GPT2PretrainConfig(
+    # A resumed run keeps its warm-up, also with another number of steps.
+    earlier = read_config_values(str(config.run_dir / "run.toml")).get("train", {})
+    warmup = earlier.get("schedule", {}).get("warmup_steps", min(20, config.steps // 2))
+    return _TrainingConfig(
         run_dir=config.run_dir,
         model=GPT2Config(
             vocab_size=corpus.vocab_size,
@@ -105,9 +113,7 @@ def _training(
             save_every_steps=max(1, config.steps // 6),
             log_every_steps=max(1, config.steps // 12),
             optim=OptimConfig(name="muon", lr=5e-3, weight_decay=0.1),
-            schedule=ScheduleConfig(
-                kind="cosine", warmup_steps=min(20, config.steps // 2), min_lr_ratio=0.1
-            ),
+            schedule=ScheduleConfig(kind="cosine", warmup_steps=warmup, min_lr_ratio=0.1),
         ),
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,11 +80,9 @@ def train_reward(config: Any, launch: Launch = run_recipe) -> RunResult:
 
 
 def _check(config: Any, processes: int) -> None:
-    """Raise `ConfigError` for an option out of range or without effect."""
+    """Raise `ConfigError` for an option without effect."""
     refuse_prefix_sharing(config, "in reward models, which read the last token of a row")
     center = config.center_rewards_coefficient
-    if not 0 <= center < math.inf:
-        raise ConfigError(f"center_rewards_coefficient={center} must be at least 0, and finite.")
     if center and config.supervision == "process":
         raise ConfigError(
             f"center_rewards_coefficient={center} has no effect with supervision=process, which "

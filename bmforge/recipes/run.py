@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bmforge.config import config_to_dict
 from bmforge.device import default_device, device_name
 from bmforge.errors import CheckpointError
+from bmforge.interrupts import before_output
 from bmforge.logging import get_logger
 from bmforge.models import Model
 from bmforge.models.changes import Change
@@ -239,9 +240,10 @@ def run_recipe(
         CheckpointError: the last checkpoint could not be written; raised after all other outputs
             are written.
     """
-    check_start(config)
-    world = init_distributed(timeout_s=config.timeout_s)
-    config = check_options(config, world.size, check, needs)
+    with before_output():
+        check_start(config)
+        world = init_distributed(timeout_s=config.timeout_s)
+        config = check_options(config, world.size, check, needs)
     with FailureDetector().watching(), lock_run_dir(config.run_dir, config, FREE_FIELDS):
         overridden = overridden_fields(config)
         config = run_everywhere(lambda: record_overrides(config.run_dir, config))
@@ -271,7 +273,7 @@ def check_recipe(
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    check_start(config)
+    check_start(config, reads_data=reads_data)
     world = World(0, processes, default_device())
     config = check_options(config, processes, check, needs)
     check_run(config.run_dir, config, FREE_FIELDS)
@@ -285,13 +287,15 @@ def check_recipe(
 
 
 def _run(config: Any, open_data: OpenData, world: World, overridden: frozenset[str]) -> RunResult:
-    mesh = build_mesh(config.layout, world.device)
-    rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
-    provenance = find_provenance(config)
-    config, data = read_data(config, open_data, rows, overridden)
+    with before_output():
+        mesh = build_mesh(config.layout, world.device)
+        rows = World(data_parallel_rank(mesh), data_parallel_size(mesh), world.device)
+        provenance = find_provenance(config)
+        config, data = read_data(config, open_data, rows, overridden)
     if only_stores_answers(config):
         return RunResult(keep_answers(config, data, world), 0, None, world)
-    model, job, base = build_model(config, world, mesh)
+    with before_output():
+        model, job, base = build_model(config, world, mesh)
     log_trained(model, config)
     model.provenance = provenance
     data.begin(model)

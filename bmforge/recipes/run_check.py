@@ -7,12 +7,12 @@ work is done. A dry run makes these two steps only.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.errors import MissingDependencyError
+from bmforge.files import check_input
 from bmforge.parallel import World, run_on_first
 from bmforge.recipes.adapters import resolve_adapter, set_rates
 from bmforge.recipes.build import check_build, describe_model
@@ -27,7 +27,7 @@ from bmforge.recipes.start import check_length, complete_model_config, need_fiel
 from bmforge.train.best import BestEvaluation
 from bmforge.train.optim.build import build_optimizers
 from bmforge.train.schedule import build_schedule
-from bmforge.train.spike import SpikeGuard
+from bmforge.value_ranges import check_values
 
 __all__ = ["FREE_FIELDS", "check_options", "check_start", "read_data"]
 
@@ -44,16 +44,22 @@ _FREE = """
 FREE_FIELDS = frozenset(_FREE.split())
 
 
-def check_start(config: Any) -> None:
-    """Check the options of a run that do not depend on its model, before anything is read."""
-    if config.timeout_s <= 0:
-        raise ConfigError(f"timeout_s={config.timeout_s} must be above 0 seconds.")
-    if config.epochs is not None and not 0 < config.epochs < math.inf:
-        raise ConfigError(f"epochs={config.epochs} must be above 0, and finite.")
+def check_start(config: Any, *, reads_data: bool = True) -> None:
+    """Check the options of a run that do not depend on its model, before anything is read.
+
+    Args:
+        config: the run's config.
+        reads_data: whether the data files must exist.
+    """
+    check_values(config)
     if config.wandb_project is not None and find_spec("wandb") is None:
         raise MissingDependencyError("wandb", "wandb", "Weights & Biases logging")
     if config.push_to_hub is not None:
         check_push(config.push_to_hub, config.export)
+    for name in ("paths", "validation") if reads_data else ():
+        paths = getattr(config.data, name, None) or ()
+        for path in [paths] if isinstance(paths, str) else paths:
+            check_input(path, f"data.{name}")
     check_new_run(config.run_dir)
     check_overridden(config)
 
@@ -90,7 +96,6 @@ def check_options(
     if not has_phase(config):  # a phase adds weights and parameter groups
         optim = set_rates(train, config.adapter, model).optim
         build_optimizers(model, optim, offloaded=config.offload.is_on)
-    SpikeGuard(train.spike_sigmas)
     if config.epochs is None:
         build_schedule(train.schedule, train.steps)
     return config

@@ -256,12 +256,15 @@ def _default_values(config: Any) -> dict[str, Any]:
 
 
 def _log_changes(run_dir: Path, config: Any) -> None:
-    """Log the fields that differ from the existing run, and those missing in its run.toml."""
+    """Log the fields that differ from the existing run, and those missing in its run.toml.
+
+    The `derived_fields` of a config follow from other fields, so they are not logged.
+    """
     file = run_dir / _FILE
     if not file.exists():
         return
     before = _flatten(rename_fields(tomllib.loads(file.read_text(encoding="utf-8"))))
-    unsettled = {"override"}
+    unsettled = {"override", *getattr(config, "derived_fields", ())}
     if getattr(config, "epochs", None) is not None:
         unsettled.add("train.steps")  # computed from the epochs after the data is loaded
     if changed := [name for name in _find_changes(file, config) if name not in unsettled]:

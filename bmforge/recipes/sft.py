@@ -79,11 +79,6 @@ class ConversationData(ExampleConfig):
         """Raise `ConfigError` for a number out of range, or if there are no paths."""
         super().check()
         refuse_split(self.split)
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"data.validation_fraction={self.validation_fraction} must be at least 0 and "
-                "below 1."
-            )
         if self.validation_fraction and self.validation:
             raise ConfigError(
                 "data.validation_fraction has no effect with data.validation. Leave one of "

@@ -95,17 +95,7 @@ def train_spans(config: Any, launch: Launch = run_recipe) -> RunResult:
     Raises:
         BmforgeError: see `run_recipe`.
     """
-    return launch(config, _open_data, _check, head="sequence_to_sequence")
-
-
-def _check(config: Any, processes: int) -> None:
-    if not 0 < config.noise_density < 1 or config.mean_span_length < 1:
-        raise ConfigError(
-            f"noise_density={config.noise_density} must be above 0 and below 1, and "
-            f"mean_span_length={config.mean_span_length} at least 1."
-        )
-    if config.target_len is not None and config.target_len < 2:
-        raise ConfigError(f"target_len={config.target_len} must be at least 2.")
+    return launch(config, _open_data, head="sequence_to_sequence")
 
 
 def count_spans(length: int, density: float, mean_length: float) -> tuple[int, int]:

@@ -9,12 +9,12 @@ import dataclasses
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from bmforge.errors import CheckpointError, ConfigError, suggest
 from bmforge.gguf_header import is_gguf
+from bmforge.model_names import unknown_model
 from bmforge.models import Model
 from bmforge.models.changes import Change
 from bmforge.models.config import ModelConfig, read_config_file
@@ -28,7 +28,6 @@ from bmforge.models.hub import (
     find_preset,
     names_directory,
 )
-from bmforge.models.resolve import find_neighbors
 from bmforge.models.tensor_matching import find_missing_head, match_sources, resolve_tie
 from bmforge.models.traits import Traits
 
@@ -87,14 +86,7 @@ def find_start(name: str) -> Start:
         return Start(family, sizes())
     short = {key for family in FAMILIES.values() for key in family.config_class.hub_ids}
     if "/" not in name and name not in short and not Path(name).is_dir():
-        names = [*find_neighbors(Path(name)), *presets, *(key.lower() for key in FAMILIES)]
-        near = get_close_matches(name, dict.fromkeys(names), n=3)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(
-            f"unknown model: model={name!r} (expected: a preset, a family, a directory, or "
-            f"the id of a hub model with its owner, such as openai-community/gpt2).{hint} "
-            "`bmforge info` lists all presets and families."
-        )
+        raise unknown_model(name, [*presets, *(key.lower() for key in FAMILIES)])
     return _start_from(name)
 
 

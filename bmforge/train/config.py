@@ -9,6 +9,7 @@ from bmforge.errors import ConfigError
 from bmforge.train.optim.build import OptimConfig
 from bmforge.train.profile import SKIPPED_STEPS
 from bmforge.train.schedule import ScheduleConfig
+from bmforge.value_ranges import check_values
 
 __all__ = ["TrainConfig"]
 
@@ -71,18 +72,9 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for values out of range."""
-        for name in ("steps", "num_epochs", "log_every_steps", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name}={getattr(self, name)} must be at least 1.")
-        positive = ("eval_every_steps", "save_every_steps", "keep_every_steps", "grad_clip")
-        for name in (*positive, "early_stopping_patience"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"train.{name}={value} must be above 0, or None.")
+        """Raise `ConfigError` for values out of range or without effect."""
+        check_values(self, "train.")
         self._check_best()
-        if self.profile_steps < 0:
-            raise ConfigError(f"train.profile_steps={self.profile_steps} must be at least 0.")
         if self.profile_steps and self.steps <= SKIPPED_STEPS:
             raise ConfigError(
                 f"train.profile_steps={self.profile_steps} has no effect with "
@@ -99,11 +91,6 @@ class TrainConfig:
                     f"train.{name}={value} needs evaluations during training, but "
                     "train.eval_every_steps is not set. Set train.eval_every_steps."
                 )
-        if self.early_stopping_threshold < 0:
-            raise ConfigError(
-                f"train.early_stopping_threshold={self.early_stopping_threshold} must be at least "
-                "0."
-            )
         if self.early_stopping_threshold and self.early_stopping_patience is None:
             raise ConfigError(
                 f"train.early_stopping_threshold={self.early_stopping_threshold} has no effect "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bmforge.errors import ConfigError
 from bmforge.train.precision import LossScaler
+from bmforge.value_ranges import check_values
 
 __all__ = ["LossScaleConfig", "PatientScaler", "build_scaler"]
 
@@ -45,8 +46,7 @@ class LossScaleConfig:
                 f"loss_scale.fixed={self.fixed} makes the scale constant, so the other fields "
                 "of loss_scale have no effect. Leave out the other fields, or fixed."
             )
-        if self.hysteresis < 1:
-            raise ConfigError(f"loss_scale.hysteresis={self.hysteresis} must be at least 1.")
+        check_values(self, "loss_scale.")
         build_scaler(self)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bmforge.errors import BmforgeError, ConfigError
+from bmforge.value_ranges import find_problem
 
 __all__ = ["DivergenceError", "SpikeGuard"]
 
@@ -37,10 +38,8 @@ class SpikeGuard:
         window_steps: int = 128,
         max_consecutive_skips: int = 25,
     ) -> None:
-        if spike_sigmas is not None and not spike_sigmas > 0.0:
-            raise ConfigError(
-                f"spike_sigmas={spike_sigmas} must be above 0, or None to disable the check."
-            )
+        if problem := find_problem("train.spike_sigmas", spike_sigmas):
+            raise ConfigError(problem)
         if window_steps < 2 or max_consecutive_skips < 1:
             raise ConfigError(
                 f"window_steps={window_steps} must be at least 2 and "

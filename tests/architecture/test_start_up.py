@@ -16,7 +16,7 @@ MOST_MODULES = {
     "bmforge.infer.sampling": 8,
     "bmforge.infer.generation": 155,
     "bmforge.infer.engine": 265,
-    "bmforge.models": 123,
+    "bmforge.models": 124,
 }
 
 PROGRAM = """

@@ -316,7 +316,12 @@ def test_quickstart_again_continues_and_fresh_starts_over(finished) -> None:
     assert said.status == 0, said
     assert "found prepared text" in said.err
     assert "resumed at step 12 of 12" in said.err
+    assert "changed since" not in said.err
     assert files_below(run_dir / "checkpoints") == before
+    (said,) = bmforge("quickstart", *options, "--steps", "26")
+    assert said.status == 0, said
+    assert "changed since the start of the run: train.steps\n" in said.err
+    assert "resumed at step 12 of 26" in said.err
     (said,) = bmforge("quickstart", *options, "--fresh", "--steps", "4")
     assert said.status == 0, said
     assert "resumed" not in said.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -75,9 +76,15 @@ def test_another_value_of_an_option_is_no_silent_change(
 
 
 def test_the_last_of_two_models_is_used(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`train` reads --model before all other options."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("no-such-a", "no-such-b"):  # directories without a model
+        Path(name).mkdir()
     for more in (["--model", "no-such-b"], ["--model=no-such-b"]):
         caplog.clear()
         with caplog.at_level("WARNING"):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from bmforge.cli import main
 from bmforge.cli.commands import COMMANDS
 from bmforge.cli.option_names import name_options, options_of
 
-TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths", "nowhere"]
+TRAIN = ["train", "pretrain", "--model", "gpt2", "--data.paths"]
 
 
-def test_a_recipes_error_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipes_error_names_the_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     batch = ["--data.global-batch-size", "7", "--data.micro-batch-size", "2"]
-    assert main([*TRAIN, *batch, "--data.grad-accum-steps", "3"]) == 2
+    assert main([*TRAIN, str(tmp_path), *batch, "--data.grad-accum-steps", "3"]) == 2
     said = capsys.readouterr().err
     assert "micro_batch_size=2" in said
     assert (
@@ -26,6 +30,8 @@ def test_a_recipes_error_names_the_options(capsys: pytest.CaptureFixture[str]) -
     ("message", "option"),
     [
         ("train.grad_clip=-1 must be above 0.", "--train.grad-clip"),
+        ("optim.lr=-1.0 must be at least 0.", "--lr"),
+        ("data.global_batch_size: 4 in that run, now 8.", "--batch-size"),
         ("freeze_base=True leaves nothing to train.", "--freeze-base"),
     ],
 )
@@ -58,6 +64,16 @@ def test_a_word_of_a_sentence_is_no_field(command: str) -> None:
         for value in ("3", "'a'", "True", "['a']"):
             for field in (f"{word}={value} is wrong.", f"{word}: {value} in that run."):
                 assert name_options(field, options, typed).endswith(f"option is --{word}.")
+
+
+def test_the_spelling_of_the_user_is_kept() -> None:
+    """The parser knows only the full name of an option."""
+    message, options = "data.seq_len=0 must be at least 1.", options_of("train")
+    for typed in ("--seq-len", "--data.seq-len"):
+        said = name_options(message, options, [typed, "0"])
+        assert said == f"{message}\nIn this command, the option is {typed}."
+        said = name_options("--data.seq-len x is not valid.", options, [typed, "x"])
+        assert said == f"{typed} x is not valid."
 
 
 def test_all_differing_options_are_named() -> None:

@@ -17,8 +17,8 @@ CASES = [
     ("plan gpt2 --precision fp17", "Did you mean 'fp16'?"),
     ("quantize a b --out c", "unexpected argument: b. --help lists the options."),
     ("prepare x", "--out is missing. Pass --out PATH."),
-    ("train pretrain --model gpt2 --lr x", "--train.optim.lr x is not valid (needed: a number)."),
-    ("train pretrain --model gpt2 --lr -1", "optim.lr=-1.0 must be finite and at least 0."),
+    ("train pretrain --model gpt2 --lr x", "--lr x is not valid (needed: a number)."),
+    ("train pretrain --model gpt2 --lr -1", "train.optim.lr=-1.0 must be at least 0, and finite."),
     ("train pretrain --model gpt2 --steps 0", "train.steps=0 must be at least 1."),
     (
         "train pretrain --model gpt2 --adapter.rank x",

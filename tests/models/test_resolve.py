@@ -128,3 +128,19 @@ def test_a_mistyped_directory_names_its_neighbor(
         resolve_model(name)
     assert f"Did you mean {str(near)!r}?" in str(error.value)
     assert asked == (["sub/my-int5"] if name == "sub/my-int5" else [])
+
+
+@pytest.mark.parametrize("name", ["runs/mine/export", "org/name/file", "../mine", "/no/model"])
+def test_a_path_that_is_no_hub_id_fails_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the cache nor the hub is asked, which can take a minute without a network."""
+
+    def ask(name: str, **options: Any) -> None:
+        raise AssertionError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", ask)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^no such directory: '{name}' .a model of the hub"):
+        resolve_model(name)

@@ -146,7 +146,7 @@ def test_the_value_model_starts_from_a_reward_model(place: Path) -> None:
         ({"layout": Layout(cp=2)}, "layout.cp=2 does not work with a value model"),
         ({"offload": OffloadConfig(fraction=1.0)}, "offload does not work with a value model"),
         ({"value": ValueConfig(cliprange=0.0)}, "value.cliprange=0.0 must be above 0"),
-        ({"rl": PolicyConfig(lam=1.5)}, "rl.lam=1.5 must be between 0 and 1"),
+        ({"rl": PolicyConfig(lam=1.5)}, "rl.lam=1.5 must be from 0 to 1"),
         ({"method": "grpo", "rl": PolicyConfig(lam=0.5)}, "rl.lam=0.5 has no effect"),
     ],
 )

@@ -225,7 +225,7 @@ def test_reward_models_are_classifiers(start: Path) -> None:
         ({"label_smoothing": 0.1, "method": "ipo"}, "label_smoothing has no effect"),
         ({"label_smoothing": 0.5}, "label_smoothing=0.5"),
         ({"method": "simpo", "simpo_gamma": float("nan")}, "simpo_gamma=nan must be finite"),
-        ({"beta": float("inf")}, "beta=inf must be finite"),
+        ({"beta": float("inf")}, "beta=inf must be above 0, and finite"),
         ({"simpo_gamma": 0.5}, "simpo_gamma has no effect"),
         ({"desirable_weight": 1.0}, "desirable_weight has no effect"),
         ({"nll_on_prompt": True}, "nll_on_prompt has no effect"),

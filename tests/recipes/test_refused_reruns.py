@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,26 @@ def test_a_refused_rerun_changes_no_file(
     with pytest.raises(BmforgeError, match=message):
         run(make_config(start, "run", 3, reference="precomputed", **changes))
     assert contents(start / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_len": -5}, r"^data\.seq_len=-5 must be at least 1\.$"),
+        ({"paths": ("nowhere.jsonl",)}, "^data.paths: the file 'nowhere.jsonl' does not exist"),
+    ],
+)
+def test_a_mistake_is_reported_before_the_earlier_run(
+    change: dict[str, Any],
+    message: str,
+    start: Path,  # noqa: F811
+) -> None:
+    """Not as a difference from the run whose directory it is."""
+    run(make_config(start, "run", 2))
+    config = make_config(start, "run", 3)
+    config.data = dataclasses.replace(config.data, **change)
+    with pytest.raises(BmforgeError, match=message):
+        run(config)
 
 
 def test_a_rerun_with_the_same_config_keeps_its_log(start: Path) -> None:  # noqa: F811

@@ -308,7 +308,7 @@ def test_numbers_of_distillation_are_checked(place: Path, changes: Any, words: s
             {"train": TrainConfig(disable_dropout=True, eval_every_steps=1)},
             "eval_every_steps=1 has no effect",
         ),
-        ({"rl": PolicyConfig(beta=math.nan)}, "rl.beta=nan must be finite"),
+        ({"rl": PolicyConfig(beta=math.nan)}, "rl.beta=nan must be at least 0, and finite"),
         (
             {
                 "rl": PolicyConfig(correction="mask"),

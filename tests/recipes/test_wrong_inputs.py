@@ -61,7 +61,7 @@ CASES = [
     ("conversations --run-dir other", "contains files but no run.toml"),
     ("conversations --layout.tp 2", "tp=2"),
     ("conversations --layout.pp 4 --layout.tp 2", "pp=4"),
-    ("conversations --precision fp8", "--train.precision fp8 is not supported"),
+    ("conversations --precision fp8", "--precision fp8 is not supported"),
     ("conversations --base-dtype int4", "base_dtype='int4' requires an adapter"),
     ("conversations --adapter lora --adapter.rank 0", "rank=0 is out of range"),
     ("conversations --adapter ia3 --adapter.rank 4", "adapter.rank=4 has no effect with"),

@@ -22,6 +22,7 @@ from bmforge.errors import ConfigError, DataError
 from bmforge.parallel import World
 from bmforge.recipes.inputs.file_digests import describe_change, digest_files
 from bmforge.recipes.run import TrainingData
+from bmforge.value_ranges import check_values
 
 __all__ = [
     "ExampleConfig",
@@ -69,13 +70,9 @@ class ExampleConfig:
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or if there are no paths."""
-        names = ("seq_len", "global_batch_size", "micro_batch_size")
-        wrong = [f"data.{n}={getattr(self, n)} must be at least 1" for n in names]
-        wrong = [text for text, n in zip(wrong, names, strict=True) if getattr(self, n) < 1]
+        check_values(self, "data.")
         if not self.paths:
-            wrong.append("data.paths is empty; pass the training files with --data.paths")
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
+            raise ConfigError("data.paths is empty. Pass the training files with --data.paths.")
 
 
 class ExampleSource(Protocol):

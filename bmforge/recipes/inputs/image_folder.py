@@ -23,6 +23,7 @@ from bmforge.data.load.example import fingerprint_of
 from bmforge.data.load.order import derive_key, draw_below
 from bmforge.errors import ConfigError, DataError, MissingDependencyError
 from bmforge.files import replace_file
+from bmforge.value_ranges import check_values
 
 __all__ = ["ImageConfig", "ImageFolder", "stack_images", "save_preprocessing"]
 
@@ -69,22 +70,12 @@ class ImageConfig:
 
     def check(self) -> None:
         """Raise `ConfigError` for a number out of range, or unless there is exactly one folder."""
-        wrong = [
-            f"data.{name}={getattr(self, name)} must be at least 1"
-            for name in ("global_batch_size", "micro_batch_size")
-            if getattr(self, name) < 1
-        ]
+        check_values(self, "data.")
         if len(self.paths) != 1 or len(self.validation) > 1:
-            wrong.append(
+            raise ConfigError(
                 f"data.paths={list(self.paths)} must be one folder with a subfolder of "
-                "images per class, and data.validation at most one such folder"
+                "images per class, and data.validation at most one such folder."
             )
-        if not 0 < self.smallest_crop <= 1:
-            wrong.append(f"data.smallest_crop={self.smallest_crop} must be above 0 and at most 1")
-        if self.std <= 0:
-            wrong.append(f"data.std={self.std} must be above 0")
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
 
 
 class ImageFolder:

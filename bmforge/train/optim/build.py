@@ -6,7 +6,6 @@ Start at `build_optimizers`. All functions work on unsharded parameters and on s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from bmforge.device import accumulation_dtype
-from bmforge.errors import ConfigError, DistributedError, suggest
+from bmforge.errors import ConfigError, DistributedError
 from bmforge.parallel import offloaded_gradient, pipeline_of
 from bmforge.shards import local_tensor
 from bmforge.train.offload.optimizers import OffloadedAdamW, OffloadedMuon
@@ -31,6 +30,7 @@ from bmforge.train.optim.groups import (
     param_groups,
 )
 from bmforge.train.optim.muon import Muon
+from bmforge.value_ranges import check_values
 
 __all__ = [
     "Muon",
@@ -83,23 +83,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values out of range or without effect."""
-        if self.name not in _UNUSED:
-            raise ConfigError(
-                f"unknown optimizer: optim.name={self.name!r} (supported: "
-                f"{', '.join(_UNUSED)}).{suggest(self.name, _UNUSED)}"
-            )
-        for field in ("lr", "weight_decay", "eps", "muon_lr"):
-            value = getattr(self, field)
-            if value is not None and not (value >= 0.0 and math.isfinite(value)):
-                raise ConfigError(f"optim.{field}={value} must be finite and at least 0.")
+        check_values(self, "train.optim.")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ConfigError(
                 f"optim.betas={self.betas} must be two numbers, at least 0 and below 1."
             )
-        if self.momentum is not None and not 0.0 <= self.momentum < 1.0:
-            raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1.")
-        if self.ns_steps is not None and not 1 <= self.ns_steps < 100:
-            raise ConfigError(f"optim.ns_steps={self.ns_steps} must be between 1 and 99.")
         for field in _UNUSED[self.name]:
             if getattr(self, field) != type(self).__dataclass_fields__[field].default:
                 raise ConfigError(
