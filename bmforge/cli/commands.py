@@ -22,6 +22,7 @@ from bmforge.cli import (
     serve_options,
     tree_options,
 )
+from bmforge.logging import log_loading
 from bmforge.settings import QuickstartConfig
 
 __all__ = ["COMMANDS", "Command", "run_command"]
@@ -132,6 +133,20 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+# Commands that import torch for work that takes long. `train` and `evaluate` check their own
+# arguments first.
+_IMPORT_TORCH = (
+    "quickstart",
+    "generate",
+    "chat",
+    "serve",
+    "convert",
+    "quantize",
+    "merge",
+    "compress",
+)
+
+
 def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run a command with its arguments."""
     command = COMMANDS[name]
@@ -139,6 +154,8 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     if command.options is not None:
         spelled = _spell_aliases(_ALIASES.get(name, {}), _place_target(command, arguments))
         parsed = parse.parse_options(command.options, spelled, name)
+    if name in _IMPORT_TORCH:
+        log_loading()
     module, _, function = command.run.partition(":")
     getattr(importlib.import_module(f"bmforge.cli.{module}"), function)(parsed)
 

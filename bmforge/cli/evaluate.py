@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bmforge.cli import parse
 from bmforge.cli.options import EvaluateCommand
-from bmforge.logging import process_rank
+from bmforge.logging import log_loading, process_rank
 
 __all__ = ["run_evaluate"]
 
@@ -18,6 +18,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
     plain, laid = _split_arguments(arguments)
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     command.config.check()
+    log_loading()
     # Imported lazily: help and argument errors do not need torch.
     from bmforge.parallel import Layout
     from bmforge.recipes.evaluate import evaluate_model

@@ -8,6 +8,7 @@ from bmforge.cli.foreign_options import suggest_option
 from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task, list_tasks
 from bmforge.cli.train_options import FIELDS
 from bmforge.errors import ConfigError
+from bmforge.logging import log_loading
 from bmforge.task_names import check_task
 
 __all__ = ["run_train"]
@@ -26,6 +27,7 @@ def run_train(arguments: Sequence[str]) -> None:
         print(describe_task(task))
         return
     _check_names(options)
+    log_loading()
     # Imported lazily: it imports every recipe and model.
     from bmforge.cli.train_run import run_task
 
