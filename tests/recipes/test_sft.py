@@ -72,7 +72,7 @@ def test_a_dry_run_reads_all_data(letters: Path, tmp_path: Path, capsys, caplog)
     file = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TALK}] * 3)
     command = ["train", "conversations", "--model", "llama", "--data", str(file), *options]
     assert main(command) == 0
-    assert "3 examples in" in caplog.text + capsys.readouterr().err
+    assert "3 conversations with 6 answers" in caplog.text + capsys.readouterr().err
     with file.open("a") as more:
         more.write(json.dumps({"messages": TALK, "category": "x"}) + "\n")
     assert main(command) == 2
