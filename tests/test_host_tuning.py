@@ -187,8 +187,10 @@ def test_a_busy_machine_is_reported_with_the_command(
     assert message.startswith("other processes use 1.1 CPU cores, so the 2 threads")
     assert "`OMP_NUM_THREADS=1 bmforge ...`" in message
     set_words(monkeypatch, "none")
+    set_load(monkeypatch, tmp_path, (90, 0))
     with tune_host(CPU):
         assert len(messages) == 2
+    set_load(monkeypatch, tmp_path, (90, 0))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     host_tuning.warn_if_busy()
     assert len(messages) == 2
