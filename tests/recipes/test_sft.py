@@ -339,12 +339,6 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
     [
         ("{", r"line 2 is not JSON"),
         ('{"text": "a"}', r"line 2 has the fields 'text' \(needed: 'messages'"),
-        (
-            '{"dialog": [{"role": "user", "content": "a"}]}',
-            "has the fields 'dialog' .* Rename 'dialog' to 'messages'",
-        ),
-        ('{"chat": [{"from": "human", "value": "a"}]}', "Rename 'chat' to 'conversations'"),
-        ('{"messages": [{"speaker": "user", "text": "a"}]}', "has a message {'speaker': 'user'"),
         ('{"messages": [{"role": "user"}]}', "line 2 has a message without 'content'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no assistant message"),
         ('{"instruction": "a", "input": "b"}', "line 2 has the fields 'instruction', 'input'"),

@@ -92,7 +92,8 @@ def _find_name(values: Mapping[str, Any], name: str) -> str:
 def _unknown_form(location: str, record: Any) -> DataError:
     """Return an error that names the record's fields and, if one has messages, its right name."""
     values = record if isinstance(record, dict) else {}
-    fields = ", ".join(map(repr, values)) or f"no field: {record!r:.60}"
+    names = ", ".join(map(repr, values))
+    problem = f"has the fields {names}" if names else f"is {record!r:.60}"
     lists = {k: v for k, v in values.items() if isinstance(v, list) and v and _is_turn(v[0])}
     hint = "".join(
         f" Rename {name!r} to {'messages' if 'role' in turns[0] else 'conversations'!r}."
@@ -100,7 +101,7 @@ def _unknown_form(location: str, record: Any) -> DataError:
         if name not in ("messages", "conversations")
     )
     return DataError(
-        f"{location} has the fields {fields} (needed: 'messages', a list of objects with 'role' "
+        f"{location} {problem} (needed: 'messages', a list of objects with 'role' "
         "and 'content' (OpenAI); or 'conversations' with 'from' and 'value' (ShareGPT); 'prompt' "
         f"and 'completion'; or 'instruction', 'input' and 'output' (Alpaca)).{hint}"
     )
