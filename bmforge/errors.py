@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "DistributedError",
     "MissingDependencyError",
     "ShapeError",
+    "install_command",
     "suggest",
 ]
 
@@ -49,12 +53,31 @@ class MissingDependencyError(BmforgeError, ImportError):
         self._arguments = package, extra, purpose
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. "
-            f"Install it with: pip install 'bmforge[{extra}]'."
+            f"Install it with: {install_command(extra)}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make the error picklable, so that other processes can receive it."""
         return type(self), self._arguments
+
+
+def install_command(extra: str) -> str:
+    """Return the pip command that adds an extra to this installation of bmforge.
+
+    bmforge may be installed from a directory or a Git URL. pip records it in direct_url.json
+    (PEP 610). Without an installation, the command installs the checkout that is imported.
+    """
+    try:
+        text = metadata.distribution("bmforge").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return f'pip install -e "{Path(__file__).parents[1]}[{extra}]"'
+    record = json.loads(text) if text else {}
+    url = record.get("url", "")
+    if "vcs_info" in record:
+        return f'pip install "bmforge[{extra}] @ {record["vcs_info"]["vcs"]}+{url}"'
+    if record.get("dir_info", {}).get("editable"):
+        return f'pip install -e "{url.removeprefix("file://")}[{extra}]"'
+    return f'pip install "bmforge[{extra}] @ {url}"' if url else f'pip install "bmforge[{extra}]"'
 
 
 def suggest(name: str, candidates: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-__all__ = ["ProgressBar", "get_logger", "log_to_file", "process_rank", "track"]
+__all__ = ["ProgressBar", "get_logger", "log_loading", "log_to_file", "process_rank", "track"]
 
 T = TypeVar("T")
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
@@ -55,6 +55,16 @@ def get_logger() -> logging.Logger:
         logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         logger.propagate = False
     return logger
+
+
+def log_loading() -> None:
+    """Log on rank 0 that PyTorch is being imported, unless it is imported already.
+
+    The import takes seconds, and up to a minute on a busy machine. Like all messages, this one is
+    written to standard error also without a terminal, so that log files show what a job does.
+    """
+    if "torch" not in sys.modules:
+        get_logger().info("loading PyTorch ...")
 
 
 def log_to_file(path: str | Path) -> logging.Handler:

@@ -47,6 +47,7 @@ _MARK = "<!-- written by bmforge from LICENSE.json -->"
 _OLD_FILE, _OLD_KEY, _OLD_MARK = "LICENCE.json", "licence", _MARK.replace("LICENSE", "LICENCE")
 _OLD_METADATA_KEY = "bmforge.licence"
 _MOST_SOURCES, _FEW = 20, 5
+_KINDS = {"base": "base model", "delta": "adapter"}  # other kinds have their own name
 _HUB_KEY, _OWN_KEY = "general.license", "bmforge.license"  # keys in a GGUF file
 _FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _SAID = re.compile(r"^license(_name)?\s*:\s*[\"']?([^\"'#\n]+)", re.MULTILINE)
@@ -243,10 +244,10 @@ def warn_of_licenses(where: object, provenance: Provenance, *sources: Provenance
             get_logger().warning("the licenses in %s conflict: %s", where, conflict)
     recorded = [part for source in sources for part in source.parts]
     if unknown := [part for part in provenance.unknown() if part not in recorded]:
-        names = dict.fromkeys(f"{part.kind} {part.name}" for part in unknown)
+        names = dict.fromkeys(f"{_KINDS.get(p.kind, p.kind)} {p.name!r}" for p in unknown)
         shown = ", ".join(list(names)[:_FEW])
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-        get_logger().info("%s was made from parts with unknown licenses: %s%s", where, shown, more)
+        get_logger().info("%s has sources whose license is unknown: %s%s", where, shown, more)
 
 
 def describe_provenance(provenance: Provenance) -> list[str]:
@@ -254,7 +255,7 @@ def describe_provenance(provenance: Provenance) -> list[str]:
     lines = [f"license: {provenance.license or UNKNOWN}"]
     for part in provenance.parts:
         counts = f", {part.documents:,} documents, {part.tokens:,} tokens" if part.documents else ""
-        kind = "base model" if part.kind == "base" else part.kind
+        kind = _KINDS.get(part.kind, part.kind)
         lines.append(f"{kind} {part.name}: license {part.license}{counts}")
     lines += [f"conflict: {conflict}" for conflict in provenance.conflicts()]
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,16 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
+    """Logged messages."""
     said: list[str] = []
 
     class Log:
-        def info(self, text: str, *values: object) -> None:
+        def info(self, text: str, *values: object, extra: Mapping[str, bool] | None = None) -> None:
+            said.append(text % values)
+            if text.startswith("settings of the CPU"):
+                assert extra == {"file_only": True}
+
+        def warning(self, text: str, *values: object) -> None:
             said.append(text % values)
 
     monkeypatch.setattr(host_tuning, "get_logger", Log)
@@ -154,6 +159,51 @@ def test_it_is_said_how_to_switch_it_off(
     with tune_host(torch.device("meta")) as watch:
         assert watch is None
     assert len(messages) == was_fast
+
+
+def set_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, idle_ticks: tuple[int, int]) -> None:
+    """Make two cores idle for the given ticks of the 100 ticks of the next sample."""
+    stat = tmp_path / "stat"
+
+    def write(idle: tuple[int, int]) -> None:
+        lines = [f"cpu{n} {100 - i} 0 0 {i} 0 0 0 0 0 0" for n, i in enumerate(idle)]
+        stat.write_text("\n".join(["cpu 0 0 0 0 0 0 0 0 0 0", *lines, "intr 1"]) + "\n")
+
+    stat.write_text("cpu0 0 0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n")
+    monkeypatch.setattr(host_tuning, "_STAT", stat)
+    monkeypatch.setattr(host_tuning.time, "sleep", lambda seconds: write(idle_ticks))
+    monkeypatch.setattr(host_tuning.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(host_tuning.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_a_busy_machine_is_reported_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], tmp_path: Path
+) -> None:
+    set_load(monkeypatch, tmp_path, (90, 0))
+    host_tuning.warn_if_busy()
+    (message,) = messages
+    assert message.startswith("other processes use 1.1 CPU cores, so the 2 threads")
+    assert "`OMP_NUM_THREADS=1 bmforge ...`" in message
+    set_words(monkeypatch, "none")
+    set_load(monkeypatch, tmp_path, (90, 0))
+    with tune_host(CPU):
+        assert len(messages) == 2
+    set_load(monkeypatch, tmp_path, (90, 0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    host_tuning.warn_if_busy()
+    assert len(messages) == 2
+
+
+def test_an_idle_machine_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], tmp_path: Path
+) -> None:
+    set_load(monkeypatch, tmp_path, (95, 90))
+    host_tuning.warn_if_busy()
+    monkeypatch.setattr(host_tuning, "_STAT", tmp_path / "missing")
+    host_tuning.warn_if_busy()
+    assert not messages
 
 
 _RETURNS = """

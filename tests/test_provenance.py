@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_said_with_both_clauses(said: pytest.LogCaptureFixt
     warn_of_licenses("here", known)
     assert len(said.messages) == 2
     assert any("section 3(b)" in line and "section 2(a)(1)" in line for line in said.messages)
-    assert any("unknown licenses: data crawl" in line for line in said.messages)
+    assert any("license is unknown: data 'crawl'" in line for line in said.messages)
     lines = describe_provenance(known)
     assert lines[0] == "license: CC-BY-SA-4.0"
     assert any(line.startswith("conflict: ") for line in lines)

@@ -23,6 +23,7 @@ from bmforge.cli import (
     tree_options,
 )
 from bmforge.interrupts import before_output
+from bmforge.logging import log_loading
 from bmforge.model_names import check_model_path
 from bmforge.settings import QuickstartConfig
 
@@ -137,6 +138,20 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+# Commands that import torch for work that takes long. `train` and `evaluate` check their own
+# arguments first.
+_IMPORT_TORCH = (
+    "quickstart",
+    "generate",
+    "chat",
+    "serve",
+    "convert",
+    "quantize",
+    "merge",
+    "compress",
+)
+
+
 def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run a command with its arguments."""
     command = COMMANDS[name]
@@ -148,6 +163,8 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
         for field in _MODEL_ARGUMENTS:
             if isinstance(value := getattr(parsed, field, None), str):
                 check_model_path(value)
+        if name in _IMPORT_TORCH:
+            log_loading()
         module, _, function = command.run.partition(":")
         run = getattr(importlib.import_module(f"bmforge.cli.{module}"), function)
     run(parsed)

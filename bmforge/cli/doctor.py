@@ -17,7 +17,9 @@ import torch
 from bmforge import __version__
 from bmforge.cli.options import DoctorCommand
 from bmforge.device import default_device, device_memory_bytes, device_name
+from bmforge.errors import install_command
 from bmforge.host_memory import available_host_bytes, host_memory_bytes
+from bmforge.host_tuning import read_tuning, recommend_threads
 
 __all__ = ["Finding", "find_extras", "run_doctor"]
 
@@ -84,7 +86,14 @@ def _find_machine() -> Iterator[Finding]:
             "matrix products are slower with more threads than cores: run export "
             f"OMP_NUM_THREADS={cores}"
         )
+    fewer, busy = recommend_threads(threads)
+    if not advice and fewer < threads:
+        advice = (
+            f"other processes use {busy:.1f} cores, and threads that wait for each other are slow: "
+            f"run export OMP_NUM_THREADS={fewer}"
+        )
     yield Finding("threads", f"{threads} of {cores} cores", advice)
+    yield Finding("CPU settings", ", ".join(sorted(read_tuning())) or "none")
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     compiler = next((path for name in names if name and (path := shutil.which(name))), None)
     yield Finding(
@@ -107,7 +116,7 @@ def find_extras() -> Iterator[Finding]:
         requirements = importlib.metadata.requires("bmforge") or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "extras", "unknown: bmforge is not installed as a package", "pip install -e ."
+            "extras", "unknown: bmforge is not installed as a package", install_command("all")
         )
         return
     extras: dict[str, list[str]] = {}
@@ -118,5 +127,5 @@ def find_extras() -> Iterator[Finding]:
     for extra, packages in sorted(extras.items()):
         missing = [name for name in dict.fromkeys(packages) if _version_of(name) is None]
         value = f"missing: {', '.join(missing)}" if missing else "complete"
-        advice = f'pip install "bmforge[{extra}]"' if missing else ""
+        advice = install_command(extra) if missing else ""
         yield Finding(f"extra {extra}", value, advice)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from bmforge.cli import parse
 from bmforge.cli.options import EvaluateCommand
-from bmforge.logging import process_rank
+from bmforge.logging import log_loading, process_rank
 from bmforge.model_names import check_model_path
 
 __all__ = ["run_evaluate"]
@@ -20,6 +20,7 @@ def run_evaluate(arguments: Sequence[str]) -> None:
     command = parse.parse_options(EvaluateCommand, plain, "evaluate")
     check_model_path(command.model)
     command.config.check()
+    log_loading()
     # Imported lazily: help and argument errors do not need torch.
     from bmforge.parallel import Layout
     from bmforge.recipes.evaluate import evaluate_model

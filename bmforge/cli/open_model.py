@@ -14,9 +14,11 @@ from typing import Any
 from rich.console import Console
 from safetensors import safe_open
 
+from bmforge.device import find_devices, is_host
 from bmforge.errors import ConfigError
 from bmforge.files import find_export
 from bmforge.gguf_header import is_gguf
+from bmforge.host_tuning import warn_if_busy
 from bmforge.infer.engine import Engine, EngineConfig
 from bmforge.models import AutoModel
 from bmforge.models.file_fingerprint import fingerprint_of_files
@@ -265,6 +267,8 @@ def opened_model(
 
     Adapters stay in memory and count toward the budget.
     """
+    if any(is_host(device) for device in find_devices(memory.device_names)):
+        warn_if_busy()
     memory = with_file_scheme(memory, directory)
     quantize = memory.quantize
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from bmforge.cli.options import QuantizeCommand
 from bmforge.device import parse_dtype
 from bmforge.errors import ConfigError
+from bmforge.host_tuning import warn_if_busy
 from bmforge.models.integer_weights import KEEP
 from bmforge.models.quantize import quantize_directory
 from bmforge.nn.packing import QuantSpec, find_preset
@@ -30,6 +31,7 @@ def run_quantize(command: QuantizeCommand) -> None:
     spec = _find_scheme(command)
     if command.report:
         EvaluateConfig(text=command.report).check()
+    warn_if_busy()
     with merged_model(command.source, command.target) as source:
         target = quantize_directory(
             source,

@@ -27,6 +27,7 @@ from bmforge.cli.serve_context import Context, choose_context
 from bmforge.cli.serve_options import ServeCommand
 from bmforge.device import find_devices
 from bmforge.errors import ConfigError, MissingDependencyError
+from bmforge.host_tuning import warn_if_busy
 from bmforge.infer.engine import Engine, EngineConfig, RequestsConfig
 from bmforge.infer.engine.budget import check_budgets
 from bmforge.infer.engine.native_step import load_step
@@ -82,6 +83,7 @@ def run_serve(command: ServeCommand) -> None:
             )
         stack.enter_context(engine)
         if any(device.type == "cpu" for device in find_devices(memory.device_names)):
+            warn_if_busy()
             load_step()  # compiled now, so that the first request does not wait
         console = Console(file=sys.stderr)
         console.print(engine.plan.table())

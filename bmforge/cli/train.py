@@ -10,6 +10,7 @@ from bmforge.cli.train_help import SHORT_NAMES, SWITCHES, describe_task, list_ta
 from bmforge.cli.train_options import FIELDS
 from bmforge.errors import ConfigError
 from bmforge.interrupts import before_output
+from bmforge.logging import log_loading
 from bmforge.task_names import check_task
 
 __all__ = ["run_train"]
@@ -30,6 +31,7 @@ def run_train(arguments: Sequence[str]) -> None:
     with before_output():
         _check_names(options)
         check_arguments(task, options)
+        log_loading()
         # Imported lazily: it imports torch, and every recipe and model.
         from bmforge.cli.train_run import run_task
 

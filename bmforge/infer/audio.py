@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from bmforge.errors import DataError
+from bmforge.errors import DataError, install_command
 
 # A few kilobytes of FLAC can decode to gigabytes of silence, and a WAV file at 1 Hz can be
 # resampled to as many, so the samples are limited to 1 GiB of floats: 4.7 hours at 16 kHz.
@@ -78,7 +78,7 @@ def check_audio(path: str | Path | BinaryIO, count: int, own_rate: int, rate: in
     if own_rate != rate and importlib.util.find_spec("soxr") is None:
         raise DataError(
             f"{name} has a sampling rate of {own_rate} Hz, but the model needs {rate} Hz. Install "
-            "the package that resamples audio: pip install 'bmforge[speech]'; or convert the file "
+            f"the package that resamples audio: {install_command('speech')}; or convert the file "
             f"with: ffmpeg -i FILE -ar {rate} -ac 1 out.wav."
         )
 
@@ -145,7 +145,7 @@ def _open_with_soundfile(path: str | Path | BinaryIO) -> Any:
     except ImportError as error:
         raise DataError(
             f"{name_of_audio(path)!r} is not a WAV file with integer samples. Install the package "
-            "that reads other formats: pip install 'bmforge[speech]'; or convert the file with: "
+            f"that reads other formats: {install_command('speech')}; or convert the file with: "
             "ffmpeg -i FILE -ar 16000 -ac 1 out.wav."
         ) from error
     if not isinstance(path, (str, Path)):

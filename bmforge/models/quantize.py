@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmforge.errors import ConfigError
 from bmforge.gguf_header import is_gguf
-from bmforge.logging import track
+from bmforge.logging import ProgressBar
 from bmforge.models.config import read_config_file
 from bmforge.models.formats.convert import find_dtype, write_directory
 from bmforge.models.formats.hf_format import (
@@ -101,12 +101,15 @@ def write_packed(
     sizes = {name: t.numel() * t.element_size() for name, t in described.items()}
     out.mkdir(parents=True)
     plan = plan_files(sizes, max_file_bytes, changed=needs_bmforge(model))
-    for file, names in track(list(plan.items()), "quantize"):
-        write_file(
-            out / file,
-            {name: described[name] for name in names},
-            lambda name: assemble_source(groups[name], read),
-        )
+    with ProgressBar("quantize", len(groups)) as bar:
+
+        def assemble(name: str) -> Tensor:
+            values = assemble_source(groups[name], read)
+            bar.advance()
+            return values
+
+        for file, names in plan.items():
+            write_file(out / file, {name: described[name] for name in names}, assemble)
     write_config(model, out, tensors)
     write_index(out, plan, sum(sizes.values()))
     return sum(sizes.values())

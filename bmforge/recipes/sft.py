@@ -174,7 +174,10 @@ def _open_data(config: Any, rows: World) -> TrainingData:
         encoded = [_encode(part, render, tokenizer) for part in parts]
         packs = _can_pack(config)
         data = dataclasses.replace(data, seq_len=choose_width(encoded, data, packs))
-        sources = [PackedConversations(part, data.seq_len, data.seed, packs) for part in encoded]
+        sources = [
+            PackedConversations(coded, data.seq_len, data.seed, packs, len(part))
+            for coded, part in zip(encoded, parts, strict=True)
+        ]
     if untrained:
         get_logger().warning(
             "%d answers at the beginning of a conversation are context and not trained on, since "

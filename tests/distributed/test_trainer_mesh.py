@@ -15,7 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmforge.errors import ConfigError, DistributedError, MissingDependencyError
+from bmforge.errors import (
+    ConfigError,
+    DistributedError,
+    MissingDependencyError,
+    install_command,
+)
 from bmforge.models import GPT2, GPT2Config, init_weights_
 from bmforge.parallel import (
     FailureDetector,
@@ -230,7 +235,7 @@ RAISED = {
     "missing": (
         MissingDependencyError("wandb", "report", "logging"),
         "MissingDependencyError: logging needs the package 'wandb', which is not installed. "
-        "Install it with: pip install 'bmforge[report]'.",
+        f"Install it with: {install_command('report')}",
     ),
     "made": (MadeOnceError(), "DistributedError: rank {} failed: MadeOnceError: of its "
     "own kind"),

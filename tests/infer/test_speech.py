@@ -15,7 +15,7 @@ import torch
 from speech_models import write_audio, write_speech_model
 
 from bmforge.cli import main
-from bmforge.errors import BmforgeError, ConfigError, DataError
+from bmforge.errors import BmforgeError, ConfigError, DataError, install_command
 from bmforge.infer.audio import check_audio, measure_audio, read_audio
 from bmforge.infer.speech import Transcriber, format_subtitles
 from bmforge.models import AutoModel, Llama, LlamaConfig
@@ -115,7 +115,7 @@ def test_missing_packages_are_named(
     problem = "8000 Hz, but the model needs 16000" if package == "soxr" else "not a WAV file"
     with pytest.raises(DataError, match=problem) as caught:
         read_audio(file, 16_000)
-    assert "bmforge[speech]" in str(caught.value)
+    assert install_command("speech") in str(caught.value)
 
 
 def test_short_files_with_many_samples_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import transformers
 
 from bmforge.errors import CheckpointError, ConfigError
 from bmforge.infer import generate
+from bmforge.logging import ProgressBar
 from bmforge.memory.streaming import stream_blocks_
 from bmforge.models import (
     GPT2,
@@ -294,6 +295,25 @@ def test_tensor_parallelism_is_refused() -> None:
     for said in run_distributed(say_what_cannot_be_cut, 2):
         assert "packed weights are stored in panels" in said
         assert "tp=1" in said
+
+
+def test_progress_counts_weights_also_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[tuple[int | None, int]] = []
+
+    class Bar(ProgressBar):
+        def __exit__(self, *exc: object) -> None:
+            super().__exit__(*exc)
+            counts.append((self._total, self._done))
+
+    monkeypatch.setattr("bmforge.models.quantize.ProgressBar", Bar)
+    model = GPT2.from_config(GPT2Config(**SIZES))
+    model.save_pretrained(tmp_path / "plain")
+    quantize_directory(tmp_path / "plain", tmp_path / "out", "int4")
+    ((total, done),) = counts
+    assert total == done
+    assert done > 2 * 4  # two layers of at least four weights
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)

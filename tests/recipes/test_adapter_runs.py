@@ -237,8 +237,8 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     layer = (2 * (64 + 64) + 2 * (64 + 32) + 3 * (hidden + inner)) * rank
     assert f"{2 * layer} parameters" in log
     assert "learning rate 0.0002" in log
-    assert "16 examples in" in log
-    rows = int(log.partition("examples in ")[2].split()[0])
+    assert "16 conversations with" in log
+    rows = int(log.partition("answers to train on, in ")[2].split()[0])
     assert f"3 epochs of {rows} sequences, 4 sequences per step: {-(-3 * rows // 4)} steps" in log
     assert len(losses(run)) == -(-3 * rows // 4)
     assert default_rate("lora", 8, 1e-6) == 1e-5  # preferences and rl

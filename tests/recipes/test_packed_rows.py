@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from test_chat_after_tuning import TALKERS, build
 from torch import Tensor
 
+from bmforge.logging import get_logger
 from bmforge.models import AutoModel
 from bmforge.models.hub import FAMILIES
 from bmforge.models.transformers.small_copy import build_small_copy
@@ -121,3 +123,20 @@ def test_models_that_mix_documents_get_one_per_row(
     assert found.keys() == want.keys()
     for key, gradient in want.items():
         assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)  # Mamba-2 scans in fp32
+
+
+def test_the_log_counts_conversations_and_answers(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        EncodedRow([1, 2, 3, 4, 5], [IGNORED, 2, IGNORED, 4, 5]),
+        EncodedRow([1, 2], [IGNORED, 2]),
+        EncodedRow([1, 2], [IGNORED, IGNORED]),
+    ]
+    get_logger().addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, "bmforge"):
+            PackedConversations(rows, 8, 0, conversations=2)
+    finally:
+        get_logger().removeHandler(caplog.handler)
+    assert caplog.messages[-1].startswith(
+        "2 conversations with 3 answers to train on, in 1 sequences of 8 tokens: 7 tokens"
+    )

@@ -69,7 +69,7 @@ def test_an_export_says_what_it_was_made_of(
         "MIT (non-commercial, which does not require",
     ):
         assert clause in log
-    assert "unknown licenses: data corpus" in log
+    assert "license is unknown: data 'corpus'" in log
     card = (place / "first" / "export" / "README.md").read_text("utf-8")
     assert card.startswith("---\nlicense: mit\n")
     assert "\n# first\n" in card

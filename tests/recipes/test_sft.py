@@ -72,7 +72,7 @@ def test_a_dry_run_reads_all_data(letters: Path, tmp_path: Path, capsys, caplog)
     file = write_jsonl(tmp_path / "chats.jsonl", [{"messages": TALK}] * 3)
     command = ["train", "conversations", "--model", "llama", "--data", str(file), *options]
     assert main(command) == 0
-    assert "3 examples in" in caplog.text + capsys.readouterr().err
+    assert "3 conversations with 6 answers" in caplog.text + capsys.readouterr().err
     with file.open("a") as more:
         more.write(json.dumps({"messages": TALK, "category": "x"}) + "\n")
     assert main(command) == 2
@@ -338,11 +338,11 @@ def test_layouts(world: int, layout: Layout, tmp_path: Path, letters: Path) -> N
     ("line", "text"),
     [
         ("{", r"line 2 is not JSON"),
-        ('{"text": "a"}', r"line 2 needs 'messages'"),
+        ('{"text": "a"}', r"line 2 has the fields 'text' \(needed: 'messages'"),
         ('{"messages": [{"role": "user"}]}', "line 2 has a message without 'content'"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no assistant message"),
-        ('{"instruction": "a", "input": "b"}', "line 2 needs 'messages'"),
-        ('{"instruction": 1, "output": "b"}', "line 2 needs 'messages'"),
+        ('{"instruction": "a", "input": "b"}', "line 2 has the fields 'instruction', 'input'"),
+        ('{"instruction": 1, "output": "b"}', "line 2 has the fields 'instruction', 'output'"),
         ('{"conversations": [{"from": "cat", "value": "b"}]}', "line 2: from='cat' is unknown"),
     ],
 )

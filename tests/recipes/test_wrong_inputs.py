@@ -44,7 +44,7 @@ CASES = [
     ("conversations --data empty.jsonl", "there is no training example in"),
     ("conversations --data bad.jsonl", "'bad.jsonl', line 2 is not JSON"),
     ("conversations --data unknown.jsonl", "Ignore them with --data.ignore foo"),
-    ("conversations --data text.jsonl", "needs 'messages'"),
+    ("conversations --data text.jsonl", "needed: 'messages'"),
     ("conversations --data number.jsonl", "content of type 'int'"),
     ("conversations --data pairs.jsonl", "Use `bmforge train preferences`"),
     ("conversations --data folder", "the folder 'folder' contains no conversation file"),

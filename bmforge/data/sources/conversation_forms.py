@@ -78,7 +78,7 @@ def find_messages(
         return with_system(values, messages), _SHARED | {"conversation"}
     question = next((name for name in _PAIRS if name in values), None)
     if question is None:
-        raise _unknown_form(location)
+        raise _unknown_form(location, record)
     names = [question, *(_find_name(values, name) for name in _PAIRS[question])]
     messages = _read_pair(values, names, location)
     return with_system(values, messages), _SHARED | {"history", *names}
@@ -89,12 +89,28 @@ def _find_name(values: Mapping[str, Any], name: str) -> str:
     return name if name in values else _ALSO.get(name, name)
 
 
-def _unknown_form(location: str) -> DataError:
-    return DataError(
-        f"{location} needs 'messages', a list of objects with 'role' and 'content' (OpenAI); or "
-        "'conversations' with 'from' and 'value' (ShareGPT); 'prompt' and 'completion'; or "
-        "'instruction', 'input' and 'output' (Alpaca)."
+def _unknown_form(location: str, record: Any) -> DataError:
+    """Return an error that names the record's fields and, if one has messages, its right name."""
+    values = record if isinstance(record, dict) else {}
+    names = ", ".join(map(repr, values))
+    problem = f"has the fields {names}" if names else f"is {record!r:.60}"
+    lists = {k: v for k, v in values.items() if isinstance(v, list) and v and _is_turn(v[0])}
+    hint = "".join(
+        f" Rename {name!r} to {'messages' if 'role' in turns[0] else 'conversations'!r}."
+        for name, turns in list(lists.items())[:1]
+        if name not in ("messages", "conversations")
     )
+    return DataError(
+        f"{location} {problem} (needed: 'messages', a list of objects with 'role' "
+        "and 'content' (OpenAI); or 'conversations' with 'from' and 'value' (ShareGPT); 'prompt' "
+        f"and 'completion'; or 'instruction', 'input' and 'output' (Alpaca)).{hint}"
+    )
+
+
+def _is_turn(turn: Any) -> bool:
+    """Return True for an object with OpenAI's or ShareGPT's fields of a message."""
+    names = {*turn} if isinstance(turn, dict) else set()
+    return {"role", "content"} <= names or {"from", "value"} <= names
 
 
 def read_turns(turns: Sequence[Any], location: str, images: bool = False) -> list[Message]:
@@ -138,7 +154,10 @@ def _read_turn(turn: Any, location: str, images: bool) -> Message:
         return normalize_message(values, location, images)
     role, text = values.get("from"), values.get("value")
     if not isinstance(role, str) or not isinstance(text, str):
-        raise _unknown_form(location)
+        raise DataError(
+            f"{location} has a message {turn!r:.60} (needed: 'role' and 'content', or 'from' and "
+            "'value'). Correct the record."
+        )
     if role not in _ROLES:
         raise DataError(f"{location}: from={role!r} is unknown (supported: {', '.join(_ROLES)}).")
     others = {key: value for key, value in values.items() if key not in ("from", "value")}
@@ -185,7 +204,7 @@ def _read_pair(values: Mapping[str, Any], names: Sequence[str], location: str) -
         for pair in history
     )
     if not is_history or not all(isinstance(text, str) for text in (question, answer, more)):
-        raise _unknown_form(location)
+        raise _unknown_form(location, values)
     question = "\n".join(text for text in (question, more) if text)
     messages: list[Message] = []
     for user, assistant in [*history, [question, answer]]:

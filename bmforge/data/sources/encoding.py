@@ -364,7 +364,7 @@ def _detect_by_library(sample: bytes) -> str:
 
 def _hint() -> str:
     is_installed = find_spec("resiliparse") is not None
-    return "" if is_installed else " (the extra data, bmforge[data], detects more encodings)"
+    return "" if is_installed else " (bmforge's extra `data` detects more encodings)"
 
 
 def _supports_encoding(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,10 +211,16 @@ class PackedConversations:
         seed: random seed of the packing.
         packs: pack several conversations into a sequence; False for models that cannot separate
             them.
+        conversations: number of conversations, for the log (default: number of `rows`).
     """
 
     def __init__(
-        self, rows: Sequence[EncodedRow], width: int, seed: int, packs: bool = True
+        self,
+        rows: Sequence[EncodedRow],
+        width: int,
+        seed: int,
+        packs: bool = True,
+        conversations: int | None = None,
     ) -> None:
         cut = [EncodedRow(row.ids[:width], row.labels[:width]) for row in rows]
         self._texts = [row for row in cut if any(label != IGNORE_INDEX for label in row.labels)]
@@ -231,9 +238,10 @@ class PackedConversations:
         }
         plain = [tuple(row) for row in self._texts]
         self.fingerprint = fingerprint_of(plain, self._rows)
-        self._report([len(row.ids) > width for row in rows], len(rows) - len(self._texts))
+        count = len(rows) if conversations is None else conversations
+        self._report([len(row.ids) > width for row in rows], len(rows) - len(self._texts), count)
 
-    def _report(self, is_cut: Sequence[bool], without_answer: int) -> None:
+    def _report(self, is_cut: Sequence[bool], without_answer: int, conversations: int) -> None:
         log = get_logger()
         if any(is_cut):
             log.warning(
@@ -248,9 +256,10 @@ class PackedConversations:
         tokens = sum(len(row.ids) for row in self._texts)
         learned = sum(label != IGNORE_INDEX for row in self._texts for label in row.labels)
         log.info(
-            "%d examples in %d sequences of %d tokens: %d tokens, %d of them trained, %.1f%% "
-            "padding",
-            len(self._texts),
+            "%d conversations with %d answers to train on, in %d sequences of %d tokens: "
+            "%d tokens, %d of them trained, %.1f%% padding",
+            conversations,
+            sum(_count_answers(row.labels) for row in self._texts),
             len(self._rows),
             self._width,
             tokens,
@@ -279,6 +288,12 @@ class PackedConversations:
             "document_ids": documents[0].tolist(),
         }
         return row | documents_of_row
+
+
+def _count_answers(labels: Sequence[int]) -> int:
+    """Return the number of contiguous runs of labels with a loss."""
+    is_trained = [label != IGNORE_INDEX for label in labels]
+    return sum(now and not before for before, now in pairwise([False, *is_trained]))
 
 
 def open_answers(

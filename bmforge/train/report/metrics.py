@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmforge.errors import DataError, MissingDependencyError
+from bmforge.errors import DataError, MissingDependencyError, install_command
 from bmforge.files import replace_file
 from bmforge.host_memory import peak_resident_bytes, resident_bytes
 from bmforge.logging import get_logger
@@ -170,7 +170,8 @@ def _open_board(run_dir: Path, resume_step: int | None) -> Any:
     except ImportError:
         get_logger().info(
             "no TensorBoard log is written, because the package tensorboard is not installed. "
-            "Install it with: pip install 'bmforge[report]'."
+            "Install it with: %s",
+            install_command("report"),
         )
         return None
     purge = None if resume_step is None else resume_step + 1
