@@ -2,7 +2,7 @@
 
     python -m benchmarks.data.step_times DATA [--megabytes 10] [--steps NAME ...]
 
-- read NAME: the document in a file of a format, read and parsed; `read .pdf` includes the child
+- read NAME: the document in a file of a format, read and parsed; web pages have 7 MiB of text; `read .pdf` includes the child
   process that reads PDF files.
 - other rows: one text step, or one rule set.
 - prepare: the whole command with most steps, for one file.
@@ -120,6 +120,8 @@ def _pdf(text: str) -> bytes:
 
 
 def _page(text: str) -> bytes:
+    """Return a page of at most 8 MB, as larger pages are dropped."""
+    text = text.encode()[: 7 << 20].decode("utf-8", "ignore")
     body = _paragraphs(text, "<p>", "</p>")
     head = "<!DOCTYPE html><html><head><meta charset=utf-8><title>a</title></head>"
     return f"{head}<body><article>{body}</article></body></html>".encode()
