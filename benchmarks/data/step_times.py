@@ -2,8 +2,8 @@
 
     python -m benchmarks.data.step_times DATA [--megabytes 10] [--steps NAME ...]
 
-- read NAME: the document in a file of a format, read and parsed; web pages have 7 MiB of text; `read .pdf` includes the child
-  process that reads PDF files.
+- read NAME: the document in a file of a format, read and parsed. Web pages have 7 MiB of text.
+  `read .pdf` includes the child process that reads PDF files.
 - other rows: one text step, or one rule set.
 - prepare: the whole command with most steps, for one file.
 
