@@ -107,9 +107,9 @@ def plan_shards(
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
         return ShardPlan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
-    known = [*_read_plan(work, shard_bytes), *map(_Cut, recorded)]
+    earlier = [*_read_plan(work, shard_bytes), *map(_Cut, recorded)]
     # Changed permissions do not change the modification time.
-    seen = {_identity(cut.file): cut for cut in known if cut.file.digest}
+    seen = {_identity(cut.file): cut for cut in earlier if cut.file.digest}
     looked = (_look_at(path, shard_bytes, seen, skip_bad) for path in track(files, "check inputs"))
     cuts = list(looked)
     if work is not None:

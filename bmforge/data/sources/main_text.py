@@ -316,15 +316,15 @@ def _combine(lines: list[_Line], chosen: list[bool], by_reader: list[bool], text
             places[lines[at].plain].append(at)
     parts, begin = [], 0
     for line in own:
-        known = places.get(line.plain, [])
-        while known and known[-1] < begin:
-            known.pop()
-        end = known[-1] if known else begin
+        matches = places.get(line.plain, [])
+        while matches and matches[-1] < begin:
+            matches.pop()
+        end = matches[-1] if matches else begin
         parts += [lines[at].raw for at in range(begin, end) if chosen[at] and not by_reader[at]]
         parts.append(line.raw)
         begin = end
-    rest = range(begin, len(lines))
-    return "\n".join([*parts, *(lines[at].raw for at in rest if chosen[at] and not by_reader[at])])
+    remaining = range(begin, len(lines))
+    return "\n".join([*parts, *(lines[at].raw for at in remaining if chosen[at] and not by_reader[at])])
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
