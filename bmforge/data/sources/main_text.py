@@ -324,7 +324,8 @@ def _combine(lines: list[_Line], chosen: list[bool], by_reader: list[bool], text
         parts.append(line.raw)
         begin = end
     remaining = range(begin, len(lines))
-    return "\n".join([*parts, *(lines[at].raw for at in remaining if chosen[at] and not by_reader[at])])
+    parts += [lines[at].raw for at in remaining if chosen[at] and not by_reader[at]]
+    return "\n".join(parts)
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
