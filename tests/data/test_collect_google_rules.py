@@ -1,7 +1,7 @@
-"""robots.txt: own rows for each group of cases in Google's test set (github.com/google/robotstxt).
+"""robots.txt: own rows for each group of cases in Google's test set, and those of RFC 9309.
 
-The group names are those of its robots_test.cc. The cases where bmforge differs are in `DIFFERENT`
-and in docs/guides/collecting.md.
+The group names are those of robots_test.cc (github.com/google/robotstxt, commit 22b355f of April
+2026). The cases where bmforge differs are in `DIFFERENT` and in docs/guides/collecting.md.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from bmforge.data.collect.run import clean_url
 _GROUPS = "allow: /out/\n\nuser-agent: a\ndisallow: /\nallow: /1/\nuser-agent: b\ndisallow: /\n"
 GROUPS = f"{_GROUPS}allow: /2/\n\n\nallow: /3/\nuser-agent: c\n\nuser-agent: a\nallow: /4/\n"
 GROUPS += "disallow: /\n"
+ALL = "user-agent: *\ndisallow: /\n"
 OTHERS = "user-agent: *\ndisallow: /\nuser-agent: kite bird\nallow: /x/\ndisallow: /\n"
 
 
@@ -36,6 +37,11 @@ ROWS = [
     ("ID_LineSyntax_Groups", GROUPS, "a", "/1/p /4/p", "/2/p /3/p /out/"),
     ("ID_LineSyntax_Groups", GROUPS, "b", "/2/p /3/p", "/1/p /4/p /out/"),
     ("ID_LineSyntax_Groups", GROUPS, "c", "/4/p", "/1/p /out/"),
+    *(
+        ("ID_LineSyntax_Groups_OtherRules", f"user-agent: a\n{line}\n{ALL}", agent, "", "/")
+        for line in ("Sitemap: http://h/map.xml", "An-Unknown-Line: x")
+        for agent in ("a", "kite")
+    ),
     *(
         ("ID_REPLineNamesCaseInsensitive", text, "kite", "/x/p", "/y/p")
         for name in ("UsEr-AgEnT", "USER-AGENT", "user-agent")
@@ -220,6 +226,7 @@ def test_a_case_that_differs(text, path, allowed):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_sitemap_belongs_to_no_group(first):
+    """Group ID_NonStandardLineExample_Sitemap."""
     lines = [rules("disallow: /1"), "user-agent: b\n\n"]
     lines.insert(0 if first else 2, "Sitemap: http://h/map.xml\n")
     assert parse_robots("".join(lines), "kite").sitemaps == ("http://h/map.xml",)
@@ -238,4 +245,49 @@ def test_a_sitemap_belongs_to_no_group(first):
     ],
 )
 def test_the_path_that_rules_are_compared_with(address, cleaned):
+    """Group TestGetPathParamsQuery; bmforge requires the scheme of an address."""
     assert clean_url(address) == f"http://h.org{cleaned}"
+
+
+# The situations of RFC 9309's examples, with other names: sections 2.2.2 and 2.2.3 (escapes and
+# special characters), 5.1 (groups for two agents, and one without rules) and 5.2 (longest match).
+SECTION_5_1 = """User-Agent: *
+Disallow: *.gif$
+Disallow: /drafts/
+Allow: /prints/
+
+User-Agent: heron
+Disallow:/
+Allow:/drafts/page.html
+Allow:/allowed.gif
+
+User-Agent: kite
+User-Agent: owl
+Disallow: /drafts/page.html
+
+User-Agent: wren
+
+EOF
+"""
+SECTION_5_2 = rules("Allow: /drafts/page/", "Disallow: /drafts/page/map.gif")
+EXAMPLES = [
+    (rules("disallow: /a?b=http%3A%2F%2Fh.org"), "kite", "/a?b=http", "/a?b=http://h.org"),
+    (only("/山"), "kite", "/%E5%B1%B1", "/%E5"),
+    (only("/%E5%B1%B1"), "kite", "/山 /%E5%B1%B1", "/"),
+    (only("/%62%61%7A"), "kite", "/baz", "/ba"),
+    (rules("disallow: /a-%2A.html"), "kite", "/a-b.html", "/a-*.html /a-%2A.html"),
+    (rules("disallow: /a-%24"), "kite", "/a-", "/a-$ /a-%24"),
+    (rules("allow: /this/*/exactly", "disallow: /"), "kite", "/this/a/exactly", "/this/exactly"),
+    (rules("disallow: / # a comment", "# allow: /"), "kite", "", "/a"),
+    (SECTION_5_1, "swift", "/prints/a /b.gif? /", "/b.gif /drafts/a"),
+    (SECTION_5_1, "heron", "/drafts/page.html /allowed.gif", "/ /drafts/a /b.gif"),
+    (SECTION_5_1, "kite", "/ /b.gif /drafts/a", "/drafts/page.html"),
+    (SECTION_5_1, "owl", "/ /b.gif /drafts/a", "/drafts/page.html"),
+    (SECTION_5_1, "wren", "/ /b.gif /drafts/page.html", ""),
+    (SECTION_5_2, "kite", "/drafts/page/ /drafts/page/a.gif /x", "/drafts/page/map.gif"),
+]
+
+
+@pytest.mark.parametrize(("text", "agent", "allowed", "refused"), EXAMPLES)
+def test_an_example_of_rfc_9309(text, agent, allowed, refused):
+    test_a_case_of_a_group("RFC 9309", text, agent, allowed, refused)

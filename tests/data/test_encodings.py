@@ -8,7 +8,10 @@ import random
 import pytest
 
 from bmforge.data import PrepareConfig, prepare, read_documents
+from bmforge.data.sources.document import Document
 from bmforge.data.sources.encoding import decode
+from bmforge.data.sources.html import parse_page
+from bmforge.data.sources.record import ReadOptions, Where
 from bmforge.errors import ConfigError, DataError
 
 pytest.importorskip("resiliparse")
@@ -105,6 +108,20 @@ def test_a_bad_byte_in_a_chinese_page_loses_neither_page_nor_sense(encoding, lan
         assert not is_silently_wrong(decoded.text, page(language))
         kept += 1
     assert kept >= 99
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_zero_byte_does_not_cost_a_page(language):
+    raw = page(language, 60).encode()
+    at = raw.index(b"<p>") + 3
+    sound = parse_page(raw, Where("x"), ReadOptions())
+    found = parse_page(raw[:at] + b"\0" + raw[at:], Where("x"), ReadOptions())
+    assert isinstance(found, Document)
+    assert found.text == sound.text
+    assert found.scores["replaced_characters"] == 1
+    for bad, errors in ((b"\0", "strict"), (b"\0" * 99, "replace")):
+        with pytest.raises(DataError, match="binary"):
+            parse_page(raw[:at] + bad + raw[at:], Where("x"), ReadOptions(errors=errors))
 
 
 @pytest.mark.parametrize("language", TEXTS)

@@ -145,3 +145,21 @@ def test_links_are_measured_by_characters():
     from resiliparse.parse.html import HTMLTree
 
     assert find_main_text(HTMLTree.parse(page), page, "resiliparse").link_ratio == 0.625
+
+
+@pytest.mark.parametrize("reader", ["resiliparse", "trafilatura"])
+def test_main_text_in_an_element_with_the_name_of_a_skipped_one_is_kept(reader):
+    """Without the skipped elements, only the lead is visible; its list is restored."""
+    page = make_page(5, "article", "en")
+    text = re.search(r"<article>(.*)</article>", page.html, re.S)
+    assert text is not None
+    lead = [
+        f"This is the lead number {n} of a page about the ferry and the harbour." for n in "123"
+    ]
+    body = f"<p>{lead[0]}</p><ul><li>{lead[1]}</li></ul><p>{lead[2]}</p>"
+    body += f"<div class='social-news'>{text[1]}</div>"
+    html = page.html.replace(text[0], f"<article>{body}</article>")
+    found = parse_page(html.encode(), Where("x"), ReadOptions(html_reader=reader))
+    assert isinstance(found, Document)
+    plain = _SPACE.sub("", found.text)
+    assert all(_SPACE.sub("", one) in plain for one in (*lead, *page.sentences))

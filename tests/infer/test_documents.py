@@ -166,7 +166,7 @@ def test_ratings_and_options() -> None:
 
 
 def test_sampling_repeats_with_a_seed() -> None:
-    """Drawing obeys the seed and the constraints."""
+    """Drawing is_license_allowed the seed and the constraints."""
     options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 8}
     first = fill_documents(model(), tokenizer(), [OPEN, RATING], seed=1, **options)
     assert first == fill_documents(model(), tokenizer(), [OPEN, RATING], seed=1, **options)

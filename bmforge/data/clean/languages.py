@@ -245,7 +245,7 @@ class CutParagraphs:
         return replace(document, text="\n\n".join(remaining))
 
     def _stays(self, part: str) -> bool:
-        if sum(c.isalpha() for c in part) < _FEW_LETTERS:
+        if sum(map(str.isalpha, part)) < _FEW_LETTERS:
             return True
         language = detect_language(part)
         if language.score < _SURE:

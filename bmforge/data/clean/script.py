@@ -48,6 +48,8 @@ _SCRIPTS = {
 # Values that `detect_script` returns.
 SCRIPTS = (*_SCRIPTS.keys() - {"Kana", "Hang"}, "Hans", "Hant", "Jpan", "Kore")
 _RUNS = {name: re.compile(f"[{characters}]+") for name, characters in _SCRIPTS.items()}
+_COMMON = ("Latn", "Hani", "Kana")
+_OTHER = re.compile(f"[{''.join(c for name, c in _SCRIPTS.items() if name not in _COMMON)}]")
 _CONVERSIONS = {"Hans": "t2s", "Hant": "s2t"}
 _WIDE = {code: code - 0xFEE0 for code in (*range(0xFF10, 0xFF1A), *range(0xFF21, 0xFF3B))}
 _WIDE |= {code: code - 0xFEE0 for code in range(0xFF41, 0xFF5B)}
@@ -72,7 +74,10 @@ def detect_script(text: str) -> str:
     """
     if text.isascii():
         return "Latn" if _RUNS["Latn"].search(text) else ""
-    counts = {name: sum(map(len, runs.findall(text))) for name, runs in _RUNS.items()}
+    # One search for all other scripts, instead of 27: most texts have none of them.
+    names = _RUNS if _OTHER.search(text) else _COMMON
+    counts = dict.fromkeys(_RUNS, 0)
+    counts |= {name: sum(map(len, _RUNS[name].findall(text))) for name in names}
     han, kana, hangul = counts["Hani"], counts["Kana"], counts["Hang"]
     asian = {"Jpan": kana + han, "Kore": hangul + han, "Hani": han}
     best = max((name for name in counts if name not in ("Kana", "Hang", "Hani")), key=counts.get)  # type: ignore[arg-type]

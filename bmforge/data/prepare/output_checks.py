@@ -48,7 +48,8 @@ def check_output(
         check_disk_space(files, out, out / WORK_NAME)
         return None
     report, recorded = read_record(out)
-    now = plan_shards(files, config.execution.shard_bytes, recorded=recorded).inputs
+    shard_bytes, skip_bad = config.execution.shard_bytes, config.read.skip_bad
+    now = plan_shards(files, shard_bytes, recorded=recorded, skip_bad=skip_bad).inputs
     _check_same(report, recorded, config, now, steps)
     return report
 

@@ -114,7 +114,9 @@ def _prepare(
     tokenizer = _open_tokenizer(config)
     with Journal(work) as journal:
         try:
-            plan = plan_shards(files, config.execution.shard_bytes, work)
+            plan = plan_shards(
+                files, config.execution.shard_bytes, work, skip_bad=config.read.skip_bad
+            )
             results = run_stages(plan, config, all_steps, tokenizer, journal)
             report = _finish(plan, results, config, all_steps, journal)
             write_record(work / _FINISHED / RECORD_NAME, report, plan.inputs)
@@ -157,7 +159,7 @@ def show_preparation(
     _check_settings(out_dir, config, overwrite)
     files, work = _list_inputs(inputs, config), Path(out_dir) / WORK_NAME
     check_output(files, Path(out_dir), config, all_steps, overwrite)
-    plan = plan_shards(files, config.execution.shard_bytes)
+    plan = plan_shards(files, config.execution.shard_bytes, skip_bad=config.read.skip_bad)
     keys = make_keys(plan, config, all_steps, _open_tokenizer(config))
     with Journal(work, for_reading=True) as journal:
         return stage_states(journal, keys)
@@ -188,7 +190,7 @@ def plan_work(
     work = work_dir(out_dir)
     check_disk_space(files, Path(out_dir), work)
     return (
-        plan_shards(files, config.execution.shard_bytes, work),
+        plan_shards(files, config.execution.shard_bytes, work, skip_bad=config.read.skip_bad),
         all_steps,
         _open_tokenizer(config),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from bmforge.data.clean.normalize import text_digest
 from bmforge.data.prepare.journal import make_key
 from bmforge.data.sources.file_ranges import LineSplitter, Parts, find_parts, split_kind
-from bmforge.data.sources.files import python_topics
+from bmforge.data.sources.files import advise_skipping, python_topics
 from bmforge.errors import ConfigError, DataError
 from bmforge.files import replace_file
 from bmforge.logging import track
@@ -27,7 +27,7 @@ _PACKED_RATIO = 8  # assumed compression ratio, to decide whether a file may nee
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file: path, size, modification time and BLAKE2b digest."""
+    """One input file: path, size, modification time, and BLAKE2b digest ("" if unreadable)."""
 
     path: str
     size_bytes: int
@@ -82,6 +82,7 @@ def plan_shards(
     work: Path | None = None,
     *,
     recorded: Sequence[InputFile] = (),
+    skip_bad: bool = False,
 ) -> ShardPlan:
     """Divide the input files into shards.
 
@@ -94,10 +95,11 @@ def plan_shards(
         shard_bytes: approximate input bytes per shard.
         work: folder in which the plan is saved; None to not save it.
         recorded: inputs with known digests, which are not read again.
+        skip_bad: True to plan a file that cannot be opened as one damaged entry.
 
     Raises:
         ConfigError: `shard_bytes` is below 1.
-        DataError: an input cannot be read.
+        DataError: an input cannot be read, and `skip_bad` is False.
     """
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes={shard_bytes} must be at least 1.")
@@ -105,9 +107,11 @@ def plan_shards(
         text = "\0".join(f"{document.source}\0{document.text}" for document in python_topics())
         topics = InputFile(TOPICS, len(text.encode()), 0, text_digest(text).hex())
         return ShardPlan([topics], _group([(_Cut(topics), TOPICS)], shard_bytes))
-    seen = {_identity(cut.file): cut for cut in _read_plan(work, shard_bytes)}
-    seen |= {_identity(file): _Cut(file) for file in recorded}
-    cuts = [_look_at(path, shard_bytes, seen) for path in track(files, "check inputs")]
+    earlier = [*_read_plan(work, shard_bytes), *map(_Cut, recorded)]
+    # Changed permissions do not change the modification time.
+    seen = {_identity(cut.file): cut for cut in earlier if cut.file.digest}
+    looked = (_look_at(path, shard_bytes, seen, skip_bad) for path in track(files, "check inputs"))
+    cuts = list(looked)
     if work is not None:
         content = {"shard_bytes": shard_bytes, "cuts": [asdict(cut) for cut in cuts]}
         work.mkdir(parents=True, exist_ok=True)
@@ -141,20 +145,24 @@ def _read_plan(work: Path | None, shard_bytes: int) -> list[_Cut]:
         return []
 
 
-def _look_at(path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut]) -> _Cut:
+def _look_at(
+    path: Path, shard_bytes: int, seen: dict[tuple[str, int, int], _Cut], skip_bad: bool
+) -> _Cut:
+    status = path.stat()
+    identity = (str(path.absolute()), status.st_size, status.st_mtime_ns)
+    if identity in seen:
+        return seen[identity]
     try:
-        status = path.stat()
-        identity = (str(path.absolute()), status.st_size, status.st_mtime_ns)
-        if identity in seen:
-            return seen[identity]
-        how, splitter = split_kind(path), LineSplitter(shard_bytes)
-        digest = _digest(path, splitter.feed if how == "lines" else None)
-        parts = Parts(splitter.split_offsets(), status.st_size, status.st_size)
+        how, cutter = split_kind(path), LineSplitter(shard_bytes)
+        digest = _digest(path, cutter.feed if how == "lines" else None)
+        parts = Parts(cutter.split_offsets(), status.st_size, status.st_size)
         if how in ("packed", "rows", "members") and status.st_size > shard_bytes // _PACKED_RATIO:
             parts = find_parts(path, how, shard_bytes)
     except OSError as error:
-        raise DataError(
-            f"file {str(path)!r} cannot be read ({error}). Check its permissions."
+        if skip_bad:  # the reader of the shard counts and names the file
+            return _Cut(InputFile(*identity, ""))
+        raise advise_skipping(
+            DataError(f"file {str(path)!r} cannot be read ({error}). Check its permissions.")
         ) from error
     return _Cut(InputFile(*identity, digest), *parts)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO
 
 from bmforge.data.clean.drop import Drop, cut_excerpt
 from bmforge.data.sources.document import Document, primary_subtag
-from bmforge.data.sources.encoding import decode
+from bmforge.data.sources.encoding import Decoded, decode
 from bmforge.data.sources.main_text import find_main_text, unwrap_ruby
 from bmforge.data.sources.record import ReadOptions, Record, Where
 from bmforge.errors import DataError, MissingDependencyError
@@ -21,6 +22,7 @@ _LARGEST_BYTES = 1 << 23
 _DEEPEST = 500
 _MOST_TAGS = 300_000  # a million elements take 0.8 GB of memory
 _MOST_ATTRIBUTES = 4000  # of one tag; the parser compares each with all others
+_BYTES_PER_ZERO = 1000  # with fewer bytes per zero byte, a page is UTF-16 or no text
 _HEAD_BYTES = 4096
 # Elements with a required end tag; `<p>` and `<li>` may stay open, so they do not measure depth.
 _NESTING = re.compile(
@@ -83,13 +85,7 @@ def parse_page(
     if attributes > _MOST_ATTRIBUTES:
         return Drop("page_attributes", attributes, _MOST_ATTRIBUTES, str(where))
     labels = [label.decode("ascii", "ignore") for label in _CHARSET.findall(raw[:_HEAD_BYTES])]
-    decoded = decode(
-        raw,
-        f"page {str(where)!r}",
-        [charset, *labels],
-        errors=options.errors,
-        encoding=options.encoding,
-    )
+    decoded = _decode_page(raw, where, [charset, *labels], options)
     page = unwrap_ruby(decoded.text)
     tree = _parse(page, where)
     main = find_main_text(tree, page, options.html_reader)
@@ -110,6 +106,20 @@ def parse_page(
     if main.lost_ratio:
         scores["lost_ratio"] = main.lost_ratio
     return Document(text, where.source, where.whole(), **metadata, scores=scores)
+
+
+def _decode_page(raw: bytes, where: Where, labels: list[str], options: ReadOptions) -> Decoded:
+    """Decode a page; a few zero bytes are removed, as browsers do, and count as replaced."""
+    run = partial(decode, labels=labels, errors=options.errors, encoding=options.encoding)
+    location, zeros = f"page {str(where)!r}", raw.count(0)
+    try:
+        return run(raw, location)
+    except DataError:
+        is_text = 0 < zeros <= max(len(raw) // _BYTES_PER_ZERO, 1)
+        if options.errors == "strict" or not is_text or raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise
+    decoded = run(raw.replace(b"\0", b""), location)
+    return replace(decoded, replaced=decoded.replaced + zeros)
 
 
 def _depth(raw: bytes) -> int:

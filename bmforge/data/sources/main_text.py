@@ -5,12 +5,13 @@ text, for example a list close to the body, or a page without an article element
 the visible text are compared with the extractor's. A lost sentence between the first and the last
 sentence that the extractor kept is restored, and so is a list or caption between or next to them.
 If much text before or after these two sentences is lost, the lines that the other extractor keeps
-are added.
+are added. If the visible text lacks much of the extractor's text, that text is kept as a whole.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,9 @@ def find_main_text(tree: Any, page: str, reader: str) -> MainText:
         also = _restore(lines, _lines_in(lines, other))
         chosen = [first_choice or two for first_choice, two in zip(chosen, also, strict=True)]
     lost = _lost_ratio(lines, chosen)
-    return MainText(text if chosen == by_reader else _join(lines, chosen), lost, link_ratio)
+    if chosen != by_reader:
+        text = _combine(lines, chosen, by_reader, text)
+    return MainText(text, lost, link_ratio)
 
 
 def _plain_text(tree: Any, *, main_content: bool, skip: list[str] | None = None) -> str:
@@ -295,6 +298,34 @@ def _lost_ratio(lines: list[_Line], chosen: list[bool]) -> float:
     ]
     lost = sum(size for size, is_chosen in sentences if not is_chosen)
     return round(lost / max(sum(size for size, _ in sentences), 1), 4)
+
+
+def _combine(lines: list[_Line], chosen: list[bool], by_reader: list[bool], text: str) -> str:
+    """Join the chosen lines; if they lack much of the extractor's text, add them to it instead.
+
+    They lack it if the main text is in an element that is skipped, such as one with the class
+    "social-news".
+    """
+    joined = _join(lines, chosen)
+    own = [_make_line(raw, 0, False) for raw in text.split("\n")]
+    if _lost_ratio(own, _lines_in(own, joined)) <= _MUCH:
+        return joined
+    places: dict[str, list[int]] = defaultdict(list)
+    for at in reversed(range(len(lines))):
+        if by_reader[at] and lines[at].plain:
+            places[lines[at].plain].append(at)
+    parts, begin = [], 0
+    for line in own:
+        matches = places.get(line.plain, [])
+        while matches and matches[-1] < begin:
+            matches.pop()
+        end = matches[-1] if matches else begin
+        parts += [lines[at].raw for at in range(begin, end) if chosen[at] and not by_reader[at]]
+        parts.append(line.raw)
+        begin = end
+    remaining = range(begin, len(lines))
+    parts += [lines[at].raw for at in remaining if chosen[at] and not by_reader[at]]
+    return "\n".join(parts)
 
 
 def _join(lines: list[_Line], chosen: list[bool]) -> str:
