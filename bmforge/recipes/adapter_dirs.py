@@ -6,7 +6,7 @@ merge the two into a model without adapters.
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bmforge.errors import CheckpointError, ConfigError
-from bmforge.files import check_place, find_export
+from bmforge.files import check_place, find_export, partial_name
 from bmforge.gguf_header import is_gguf
 from bmforge.logging import get_logger
 from bmforge.models import AutoModel
@@ -169,8 +169,13 @@ def merged_model(name: str | Path, near: Path) -> Iterator[str | Path]:
         raise CheckpointError(f"{str(near)!r} already exists. Choose another target.")
     check_place(near, "target", is_file=near.suffix == ".gguf")
     near.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".bmforge-merged-", dir=near.parent) as folder:
-        yield merge_adapter(directory, Path(folder) / Path(near).stem)
+    # The name is fixed, so that a repeated command removes what a killed one left.
+    folder = near.with_name(partial_name(f"{near.name}.merged"))
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield merge_adapter(directory, folder / near.stem)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def plain_model(name: str | Path, target: Path) -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,76 @@ def test_commands_of_a_conversation(
     monkeypatch.setattr("sys.stdin", io.StringIO("/nothing\n"))
     assert main(["chat", str(model_directory), *options]) == 2
     assert "unknown command" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """Standard output that is a terminal and keeps its pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return len(text)
+
+
+def test_a_terminal_shows_the_text_of_a_pipe_token_by_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["chat", str(write_qwen3(tmp_path / "model")), "--max-new-tokens", "12", "--seed", "1"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    assert main(words) == 0
+    whole = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    assert main(words) == 0
+    assert "".join(terminal.pieces).strip() == whole.strip()
+    assert len([piece for piece in terminal.pieces if piece.strip()]) > 4
+
+
+def read_until(terminal: int, mark: str, count: int = 1, limit_s: float = 120.0) -> str:
+    """Read from a terminal until it has shown `mark` `count` times."""
+    shown, end = "", time.monotonic() + limit_s
+    while shown.count(mark) < count:
+        assert time.monotonic() < end, shown
+        shown += os.read(terminal, 4096).decode(errors="replace")
+    return shown
+
+
+def test_lines_are_edited_and_earlier_lines_come_back(tmp_path: Path) -> None:
+    """Arrow keys and backspace edit a line; a wrong command does not end the conversation."""
+    pty = pytest.importorskip("pty")
+    pytest.importorskip("readline")
+    folder, saved = write_qwen3(tmp_path / "model"), tmp_path / "talk.json"
+    program, shell = pty.openpty()
+    command = [sys.executable, "-m", "bmforge", "chat", str(folder), "--max-new-tokens", "2"]
+    environment = {**os.environ, "TERM": "xterm", "INPUTRC": "/dev/null"}
+    process = subprocess.Popen(
+        command, stdin=shell, stdout=shell, stderr=shell, env=environment, start_new_session=True
+    )
+    os.close(shell)
+    left, up, backspace = b"\x1b[D", b"\x1b[A", b"\x7f"
+    lines = [
+        *(b"gone", b"/clear", b"ac" + left + b"b", b"xyz" + backspace, up + up + b"d", b"/nothing"),
+        f"/save {saved}".encode(),
+    ]
+    try:
+        shown = read_until(program, "> ")
+        for line in lines:
+            os.write(program, line + b"\r")
+            shown += read_until(program, "> ")
+        os.write(program, b"/exit\r")
+        assert process.wait(60) == 0, shown
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        os.close(program)
+    messages = json.loads(saved.read_text())["messages"]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    assert asked == ["abc", "xy", "abcd"], shown
+    assert "error: unknown command '/nothing'" in shown

@@ -147,7 +147,12 @@ def test_info_of_a_preset() -> None:
     block = 4 * d * d + 4 * d + 8 * d * d + 5 * d + 4 * d
     parameters = vocab * d + positions * d + layers * block + 2 * d
     assert parameters == 124_439_808
-    (said,) = bmforge("info", "gpt2-small", "--seq-len", "512")
+    words = ["info", "gpt2-small", "--seq-len", "512"]
+    (said,), (as_json,) = bmforge(*words), bmforge(*words, "--json")
+    fields = json.loads(as_json.out)
+    assert (fields["family"], fields["parameters"], fields["seq_len"]) == ("GPT2", parameters, 512)
+    assert fields["config"]["hidden_size"] == d
+    assert fields["kv_cache_bytes_per_token"] == number(said.out, "KV-cache bytes per token")
     assert number(said.out, "parameters") == parameters
     assert number(said.out, "KV-cache bytes per token") == 2 * layers * d * 2
     # 6 FLOPs per weight of a matrix and token (Kaplan et al. 2020); attention's 12 L D T at most.

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_traits import TEMPLATES, write_bpe
 from safetensors.torch import load_file
 from small_runs import wait_for_all
 from test_adapter_runs import write_chats, write_qwen3
+from test_chat_after_tuning import build
 from vision_models import make_image, write_vision_model
 
 from bmforge.cli import main
@@ -48,7 +50,21 @@ def train_here(words: list[str]) -> list[tuple[float, ...]]:
     ids=str,
 )
 def test_equals_one_process(world: int, layout: list[str], tmp_path: Path) -> None:
-    base, chats = write_qwen3(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl")
+    check_layout(write_qwen3(tmp_path / "base"), world, layout, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [["--layout.zero", "3"], ["--layout.tp", "2"]], ids=str)
+@pytest.mark.parametrize("family", ["Llama", "MiniCPM", "T5"])
+def test_families_equal_one_process(family: str, layout: list[str], tmp_path: Path) -> None:
+    base = write_bpe(tmp_path / "base", TEMPLATES["plain ChatML"])
+    build(family, vocab_size=400, init_std=0.05).save_pretrained(base)
+    check_layout(base, 2, layout, tmp_path)
+
+
+def check_layout(base: Path, world: int, layout: list[str], tmp_path: Path) -> None:
+    """Compare the figures and the adapter of several processes with those of one."""
+    chats = write_chats(tmp_path / "chats.jsonl")
     packed = layout[2:] if "--base-dtype" in layout else []
     alone = arguments(base, chats, tmp_path / "alone", "--micro-batch-size", str(ROWS), *packed)
     want = run_distributed(train_here, 1, alone)[0]

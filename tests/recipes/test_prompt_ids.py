@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from chat_traits import TEMPLATES, write_bpe
+from small_runs import write_jsonl
 from test_chat_after_tuning import build
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -19,7 +20,7 @@ from bmforge.cli import main
 from bmforge.cli.chat import run_chat_session
 from bmforge.cli.serve import _open_engine
 from bmforge.cli.serve_options import ServeCommand
-from bmforge.data.sources.conversations import ChatExample
+from bmforge.data.sources.conversations import ChatExample, read_conversations
 from bmforge.infer.conversation import ChatSessionConfig, open_conversation
 from bmforge.infer.harness import TextModel
 from bmforge.models import AutoModel
@@ -84,12 +85,12 @@ def first_input(run: Callable[[], object]) -> list[int]:
     return calls[0]
 
 
-def served_ids(folder: Path, messages: list[dict[str, str]]) -> list[int]:
+def served_ids(folder: Path, messages: list[dict[str, Any]], **fields: Any) -> list[int]:
     """Return the ids that the server gives to its engine."""
     testclient = pytest.importorskip("fastapi.testclient")
     source = find_source(folder)
     calls: list[list[int]] = []
-    with _open_engine(ServeCommand(model=str(folder), context=200), source, None) as engine:
+    with _open_engine(ServeCommand(model=str(folder), context=250), source, None) as engine:
         submit = engine.submit
 
         def keep(request: Any) -> Any:
@@ -100,7 +101,7 @@ def served_ids(folder: Path, messages: list[dict[str, str]]) -> list[int]:
         app = create_app(engine, ServeConfig(log_requests=False), directory=source.tokenizer)
         with testclient.TestClient(app, base_url="http://127.0.0.1") as client:
             (name,) = [card["id"] for card in client.get("/v1/models").json()["data"]]
-            body = {"model": name, "messages": messages, "max_tokens": 1}
+            body = {"model": name, "messages": messages, "max_tokens": 1, **fields}
             reply = client.post("/v1/chat/completions", json=body)
             assert reply.status_code == 200, reply.text
             assert reply.json()["usage"]["prompt_tokens"] == len(calls[0])
@@ -155,3 +156,37 @@ def test_prompt_ids_are_those_of_transformers(
         assert row.ids[: len(want)] == want
         assert row.labels[: len(want)] == [-100] * len(want)
         assert row.labels[len(want) :] == row.ids[len(want) :]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if "tools" in TEMPLATES[name]])
+def test_prompt_ids_with_tools(name: str, tmp_path: Path) -> None:
+    """The server and training render a call and its result as transformers does."""
+    folder = write_model("Llama", TEMPLATES[name], False, tmp_path / "model")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    call = {"name": "weather", "arguments": "{}"}
+    calls = [{"id": "1", "type": "function", "function": call}]
+    messages: list[dict[str, Any]] = [
+        *SEVERAL[:2],
+        {"role": "assistant", "content": "yes"},
+        *ONE,
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "晴"},
+    ]
+    parsed = [{"id": "1", "type": "function", "function": {**call, "arguments": {}}}]
+    rendered = [{**m, "tool_calls": parsed} if "tool_calls" in m else m for m in messages]
+    want = list(
+        theirs.apply_chat_template(
+            rendered, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+    )
+    assert served_ids(folder, messages, tools=tools) == want
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate(find_template(folder), tokenizer)
+    answered = [*messages, {"role": "assistant", "content": "晴天"}]
+    file = write_jsonl(tmp_path / "chat.jsonl", [{"messages": answered, "tools": tools}])
+    (example,) = read_conversations(file)
+    *_, turn = render_conversation(example, template)
+    if name != "thoughts stripped, prompt opens one":  # without a thought, the answer is completed
+        assert tokenizer.encode(turn.prompt) == want
