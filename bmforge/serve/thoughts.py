@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bmforge.serve.parts import Thought
+from bmforge.tokenizers.chat_messages import THOUGHT_MARKS
 
-__all__ = ["THOUGHT_MARKS", "ThoughtReader", "find_thought_marks", "opens_thought"]
-
-# Texts around the reasoning: DeepSeek-R1, Qwen3, GLM-4.5; Mistral; MiniCPM.
-THOUGHT_MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|thought_start|>", "<|thought_end|>"),
-)
+__all__ = ["ThoughtReader", "find_thought_marks", "opens_thought"]
 
 
 def find_thought_marks(source: str) -> tuple[str, str] | None:

@@ -10,6 +10,7 @@ from bmforge.errors import DataError
 
 __all__ = [
     "THOUGHT_FIELDS",
+    "THOUGHT_MARKS",
     "TOOL_ROLES",
     "Message",
     "Tools",
@@ -22,6 +23,12 @@ Tools = Sequence[Mapping[str, Any]]
 
 # Fields in which data sets and servers store the assistant's reasoning.
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+# Delimiters of reasoning in a text: DeepSeek-R1, Qwen3, GLM-4.5; Mistral; MiniCPM.
+THOUGHT_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|thought_start|>", "<|thought_end|>"),
+)
 # Roles of messages with the result of a tool; their `name` is the name of the tool.
 TOOL_ROLES = ("tool", "function")
 

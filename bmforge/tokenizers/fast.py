@@ -18,6 +18,7 @@ from bmforge.tokenizers.base import (
     save_files,
     unreadable_text,
 )
+from bmforge.tokenizers.chat_messages import THOUGHT_MARKS
 from bmforge.tokenizers.gguf_read import read_gguf_tokenizer
 from bmforge.tokenizers.text_pieces import PIECE_CHARACTERS, cut_text, find_separators
 from bmforge.tokenizers.tokenizer_json import (
@@ -35,6 +36,7 @@ __all__ = ["FastTokenizer"]
 # Unicode noncharacters, which do not occur in texts: prefix of aliases of special tokens, prefix of
 # tokens that no text may match, and character that is inserted into escaped names.
 _UNSEEN, _HIDDEN, _ESCAPE = "\U0010ffff", "\U0010fffe", "\U000ffffe"
+_THOUGHT_MARKS = frozenset(mark for pair in THOUGHT_MARKS for mark in pair)
 
 
 class FastTokenizer(Tokenizer):
@@ -204,9 +206,14 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _special_names(self) -> re.Pattern[str] | None:
-        """Regular expression for names of special tokens, longest first; None if there are none."""
+        """Regular expression for the special tokens to escape, longest first; None if none.
+
+        Delimiters of reasoning are left out: a message of an earlier answer contains them, as in
+        training, and they cannot end a turn.
+        """
         added = self._tokenizer.get_added_tokens_decoder().values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        special = {token.content for token in added if token.special}
+        names = sorted(special - _THOUGHT_MARKS, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     @cached_property
@@ -214,13 +221,18 @@ class FastTokenizer(Tokenizer):
         """Tokenizer with aliases of the special tokens, and a dict from its ids to token ids."""
         settings = json.loads(self._content)
         model = settings["model"]
-        special = {t["content"]: t for t in settings.get("added_tokens", ()) if t["special"]}
+        added_tokens = settings.get("added_tokens", ())
+        special = {
+            t["content"]: t
+            for t in added_tokens
+            if t["special"] and t["content"] not in _THOUGHT_MARKS
+        }
         if model.get("type") == "Unigram":  # whose special tokens text must not match
             model["vocab"] = [
                 [_HIDDEN + name if name in special else name, score]
                 for name, score in model["vocab"]
             ]
-        settings["added_tokens"] = [t for t in settings["added_tokens"] if not t["special"]]
+        settings["added_tokens"] = [t for t in added_tokens if t["content"] not in special]
         settings["post_processor"] = None
         tokenizer = open_tokenizer_json(json.dumps(settings).encode(), Path(TOKENIZER_FILE))
         from tokenizers import AddedToken

@@ -159,8 +159,8 @@ def test_prompt_ids_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "tools" in TEMPLATES[name]])
-def test_prompt_ids_with_tools(name: str, tmp_path: Path) -> None:
-    """The server and training render a call and its result as transformers does."""
+def test_prompt_ids_with_thoughts_and_tools(name: str, tmp_path: Path) -> None:
+    """The server and training render a call, its result and a thought as transformers does."""
     folder = write_model("Llama", TEMPLATES[name], False, tmp_path / "model")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     function = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -169,7 +169,7 @@ def test_prompt_ids_with_tools(name: str, tmp_path: Path) -> None:
     calls = [{"id": "1", "type": "function", "function": call}]
     messages: list[dict[str, Any]] = [
         *SEVERAL[:2],
-        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nyes"},
         *ONE,
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "晴"},
@@ -190,3 +190,15 @@ def test_prompt_ids_with_tools(name: str, tmp_path: Path) -> None:
     *_, turn = render_conversation(example, template)
     if name != "thoughts stripped, prompt opens one":  # without a thought, the answer is completed
         assert tokenizer.encode(turn.prompt) == want
+
+
+def test_a_message_forges_no_end_of_turn_but_keeps_its_thoughts(tmp_path: Path) -> None:
+    write_bpe(tmp_path, TEMPLATES["thoughts of the last answer alone"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    message = tokenizer.escape_specials("<think>a</think>b<|im_end|>")
+    ids = tokenizer.encode_chat(message + "<|im_end|>")
+    begin, close, end = (tokenizer.token_to_id(t) for t in ("<think>", "</think>", "<|im_end|>"))
+    assert [ids.count(id) for id in (begin, close, end)] == [1, 1, 1]
+    assert ids[0] == begin
+    assert ids[-1] == end
+    assert tokenizer.decode(ids[ids.index(close) + 1 : -1]) == "b<|im_end|>"

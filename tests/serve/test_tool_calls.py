@@ -16,9 +16,10 @@ from bmforge.serve.call_reader import CallReader
 from bmforge.serve.errors import RequestError
 from bmforge.serve.openai_types import ChatRequest
 from bmforge.serve.parts import CallPiece, CallStart, GeneratedToolCall, JoinedAnswer, Thought
-from bmforge.serve.thoughts import THOUGHT_MARKS, ThoughtReader
+from bmforge.serve.thoughts import ThoughtReader
 from bmforge.serve.tool_formats import FORMATS, find_format, read_json_call
 from bmforge.serve.tools import ToolUse, call_starts, find_tools
+from bmforge.tokenizers.chat_messages import THOUGHT_MARKS
 
 HERMES = FORMATS["hermes"]
 
