@@ -159,11 +159,24 @@ class WeightRule:
         `self` is the first of their `rules`.
         """
         if self.step > 1:
-            joined = torch.stack(tuple(parts), self.part_dim + 1)
-            joined = joined.flatten(self.part_dim, self.part_dim + 1)
+            axis = self.part_dim + 1
+            joined = _concatenate([part.unsqueeze(axis) for part in parts], axis)
+            joined = joined.flatten(self.part_dim, axis)
         else:
-            joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), self.part_dim)
+            joined = parts[0] if len(parts) == 1 else _concatenate(parts, self.part_dim)
         return (joined.transpose(-1, -2) if self.transpose else joined).contiguous()
+
+
+def _concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenate tensors of one dtype along `dim`; meta tensors only by their shapes.
+
+    `torch.cat` of meta tensors imports torch._dynamo, which takes 5 s.
+    """
+    if not parts[0].is_meta:
+        return torch.cat(tuple(parts), dim)
+    sizes = list(parts[0].shape)
+    sizes[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(sizes)
 
 
 def linear_rules(

@@ -78,7 +78,10 @@ class QuantizedEmbedding(MatrixStore, nn.Embedding):
 
     def __init__(self, plain: nn.Embedding, spec: QuantSpec) -> None:
         sizes = plain.num_embeddings, plain.embedding_dim
-        nn.Embedding.__init__(self, *sizes, plain.padding_idx, device="meta")
+        # A given weight is not initialized: `normal_` on the meta device imports torch._dynamo,
+        # which takes 5 s.
+        weight = torch.empty(sizes, device="meta")
+        nn.Embedding.__init__(self, *sizes, plain.padding_idx, _weight=weight)
         self._make(plain, sizes[::-1], spec)
 
     def forward(self, ids: Tensor) -> Tensor:
