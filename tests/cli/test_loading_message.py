@@ -33,7 +33,7 @@ sys.exit(main(sys.argv[1:]))
         "convert model out",
         "merge adapter --out out",
         f"evaluate model --text {__file__}",
-        "train conversations --model model --data chats.jsonl",
+        f"train conversations --model gpt2 --data {__file__}",
     ],
 )
 def test_loading_is_reported_before_torch_is_imported(arguments: str) -> None:

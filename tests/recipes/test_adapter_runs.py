@@ -237,7 +237,7 @@ def test_defaults_of_lora(base: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     layer = (2 * (64 + 64) + 2 * (64 + 32) + 3 * (hidden + inner)) * rank
     assert f"{2 * layer} parameters" in log
     assert "learning rate 0.0002" in log
-    assert "16 conversations with" in log
+    assert "8 conversations with 16 answers" in log
     rows = int(log.partition("answers to train on, in ")[2].split()[0])
     assert f"3 epochs of {rows} sequences, 4 sequences per step: {-(-3 * rows // 4)} steps" in log
     assert len(losses(run)) == -(-3 * rows // 4)
@@ -272,7 +272,9 @@ def test_soft_prompts_train_as_in_peft(
             count += number
     assert losses(run)[0] == pytest.approx(total / count, rel=1e-5)
 
-    common = ["train", "preferences", "--model", str(base), "--data", "none.jsonl"]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("{}")
+    common = ["train", "preferences", "--model", str(base), "--data", str(pairs)]
     common += ["--run-dir", str(tmp_path / "refused"), "--adapter", "soft-prompt", "--steps", "1"]
     for more, text in (
         (["--data.prefix-sharing"], "prepended to prompts, not to answers"),

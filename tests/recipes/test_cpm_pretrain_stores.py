@@ -186,7 +186,7 @@ def test_pretraining_on_a_share(tmp_path: Path) -> None:
     [
         ({"split": (0.0, 1.0)}, "the first above 0"),
         ({"split": (1.0, 1.0, 1.0, 1.0)}, "at most three"),
-        ({"split": (9.0, 1.0), "validation": "x"}, "cannot be used together"),
+        ({"split": (9.0, 1.0), "validation": "."}, "cannot be used together"),
     ],
 )
 def test_bad_shares(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

@@ -88,7 +88,8 @@ def test_held_out_examples_are_shared(world: int) -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=0.*data\.paths is empty"):
-        ExampleLoader(Numbers(3), ExampleConfig(micro_batch_size=0))
+    for size, problem in ((0, "data.micro_batch_size=0"), (1, "data.paths is empty")):
+        with pytest.raises(ConfigError, match=problem):
+            ExampleLoader(Numbers(3), ExampleConfig(micro_batch_size=size))
     with pytest.raises(DataError, match="no training example"):
         ExampleLoader(Numbers(0), CONFIG)

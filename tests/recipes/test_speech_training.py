@@ -139,8 +139,10 @@ def test_records_that_are_refused(
         open_rows(directory, file, **options)
 
 
-def test_tasks_of_speech_models(directory: Path, capsys: Any) -> None:
-    assert main(["train", "conversations", "--model", str(directory), "--data", "a.jsonl"]) == 2
+def test_tasks_of_speech_models(directory: Path, tmp_path: Path, capsys: Any) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"messages": []}')
+    assert main(["train", "conversations", "--model", str(directory), "--data", str(data)]) == 2
     assert "Tasks of TransformersModel: speech." in capsys.readouterr().err
-    assert main(["train", "speech", "--model", "gpt2", "--data", "a.jsonl"]) == 2
+    assert main(["train", "speech", "--model", "gpt2", "--data", str(data)]) == 2
     assert "GPT2 does not support the task 'speech'" in capsys.readouterr().err

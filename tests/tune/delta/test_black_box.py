@@ -98,6 +98,6 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError):
             BlackBoxConfig(**wrong)
     monkeypatch.setitem(sys.modules, "cma", None)
-    with pytest.raises(MissingDependencyError, match=r"bmforge\[tune\]"):
+    with pytest.raises(MissingDependencyError, match=r"\[tune\]"):
         tune_black_box(model, minus_loss, length=2, config=SMALL)
     assert not list_deltas(model)
