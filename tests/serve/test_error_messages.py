@@ -1,0 +1,48 @@
+"""Error messages for mistakes that users of common clients make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def refuse(start: Any) -> Any:
+    """Function that posts a request, and returns the error of the response."""
+    with start() as server:
+
+        def post(path: str, **fields: Any) -> dict[str, Any]:
+            body = {"model": server.serving.name, **fields}
+            response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+            assert response.status_code == 400, response.text
+            return dict(response.json()["error"])
+
+        yield post
+
+
+def test_unknown_paths_show_where_the_api_is(start: Any) -> None:
+    with start() as server:
+        for path in ("/v1/v1/chat/completions", "/chat/completions", "/x" * 500, "/v1/messages/x"):
+            response = httpx.post(f"{server.url}{path}", json={})
+            error = response.json()["error"]
+            assert response.status_code == 404
+            assert f"path={path[:200]!r}. The API is under /v1; the base_url" in error["message"]
+            assert "Anthropic's client has no /v1." in error["message"]
+    with start(root_path="/llm") as server:
+        message = httpx.get(f"{server.url}/llm/models").json()["error"]["message"]
+        assert "path='/llm/models'. The API is under /llm/v1;" in message
+
+
+def test_a_wrong_method_shows_the_allowed_method(start: Any) -> None:
+    with start() as server:
+        response = httpx.get(f"{server.url}/v1/chat/completions")
+        assert response.status_code == 405
+        assert response.headers["allow"] == "POST"
+        message = response.json()["error"]["message"]
+        assert message == (
+            "GET is not allowed for path='/v1/chat/completions' (allowed: POST). Use POST."
+        )
