@@ -46,3 +46,24 @@ def test_a_wrong_method_shows_the_allowed_method(start: Any) -> None:
         assert message == (
             "GET is not allowed for path='/v1/chat/completions' (allowed: POST). Use POST."
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [("/v1/chat/completions", {"prompt": "a"},
+      "prompt is not supported. Use messages, or /v1/completions."),
+     ("/v1/completions", {"messages": USER},
+      "messages is not supported. Use prompt, or /v1/chat/completions."),
+     ("/v1/responses", {"messages": USER},
+      "messages is not supported. Use input, or /v1/chat/completions."),
+     ("/v1/chat/completions", {"messages": USER, "foo": 1},
+      "foo is not supported. Leave it out."),
+     ("/v1/chat/completions", {"messages": USER, "topk": 1},
+      "topk is not supported. Did you mean 'top_k'?"),
+     ("/v1/responses", {"input": "a", "max_tokens": 1},
+      "max_tokens is not supported. Did you mean 'max_output_tokens'?")],
+)  # fmt: skip
+def test_unknown_fields(refuse: Any, path: str, fields: Any, message: str) -> None:
+    error = refuse(path, **fields)
+    assert error["message"] == message
+    assert error["param"] == message.split()[0]
