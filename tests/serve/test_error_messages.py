@@ -67,3 +67,12 @@ def test_unknown_fields(refuse: Any, path: str, fields: Any, message: str) -> No
     error = refuse(path, **fields)
     assert error["message"] == message
     assert error["param"] == message.split()[0]
+
+
+def test_a_missing_key_names_both_headers(start: Any) -> None:
+    with start(keys="the-key-of-this-test") as server:
+        response = httpx.post(f"{server.url}/v1/messages", json={})
+        assert response.status_code == 401
+        message = response.json()["error"]["message"]
+        assert "Authorization: Bearer KEY" in message
+        assert "x-api-key: KEY" in message
