@@ -76,3 +76,13 @@ def test_a_missing_key_names_both_headers(start: Any) -> None:
         message = response.json()["error"]["message"]
         assert "Authorization: Bearer KEY" in message
         assert "x-api-key: KEY" in message
+
+
+def test_min_tokens_above_max_tokens(refuse: Any) -> None:
+    for path, prompt in (
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": "a"}),
+    ):
+        error = refuse(path, **prompt, min_tokens=20, max_tokens=5)
+        assert error["message"].startswith("min_tokens=20 is above max_tokens=5. Reduce")
+        assert error["param"] == "min_tokens"
