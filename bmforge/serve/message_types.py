@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -63,6 +63,9 @@ class Strict(BaseModel):
                 raise PydanticCustomError("neutral_field", "not neutral", context)
         value = {name: item for name, item in value.items() if name not in neutral}
         names = [field.alias or name for name, field in cls.model_fields.items()]
+        kind = cls.model_fields["type"].annotation if "type" in cls.model_fields else None
+        if get_origin(kind) is Literal and value.get("type") not in (None, *get_args(kind)):
+            return value  # pydantic reports the type, which explains the other fields
         for key in value:
             if key in names or key in cls.model_fields or not isinstance(key, str):
                 continue

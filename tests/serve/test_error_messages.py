@@ -86,3 +86,31 @@ def test_min_tokens_above_max_tokens(refuse: Any) -> None:
         error = refuse(path, **prompt, min_tokens=20, max_tokens=5)
         assert error["message"].startswith("min_tokens=20 is above max_tokens=5. Reduce")
         assert error["param"] == "min_tokens"
+
+
+def test_numbers_out_of_range_show_the_value(refuse: Any) -> None:
+    for path, fields, start in (
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 0}, "max_tokens=0: Input should"),
+        ("/v1/completions", {"prompt": "a", "top_p": 1.5}, "top_p=1.5: Input should be less"),
+    ):
+        error = refuse(path, **fields)
+        assert error["message"].startswith(start)
+        assert error["param"] == start.split("=")[0]
+    # A string may be private, so it is not repeated.
+    assert refuse("/v1/completions", prompt="a", n="secret")["message"].startswith("n: Input")
+
+
+def test_a_tool_of_an_unsupported_type(refuse: Any) -> None:
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    remote = {"type": "mcp", "server_label": "a", "allowed_tools": ["b"]}
+    for tools, place, kind in (
+        ([{"type": "web_search"}], 0, "web_search"),
+        ([function, {"type": "web_search", "search_context_size": "low"}], 1, "web_search"),
+        ([remote], 0, "mcp"),
+    ):
+        error = refuse("/v1/responses", input="a", tools=tools)
+        where = f"tools.{place}.type"
+        assert error["message"] == f"{where}={kind!r} is not supported (supported: function)."
+        assert error["param"] == where
+    error = refuse("/v1/chat/completions", messages=USER, tools=[{"type": "web_search"}])
+    assert error["message"] == "tools.0.type='web_search' is not supported (supported: function)."
