@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -45,6 +46,7 @@ from bmforge.serve.settings import ServeConfig
 __all__ = ["create_app"]
 
 _LOOK_S = 1.0
+_SHOWN_CHARS = 200  # of an unknown path, in an error message
 
 
 def create_app(
@@ -187,7 +189,17 @@ async def _respond_to_invalid_body(request: Request, error: Exception) -> Respon
 async def _respond_to_http_error(request: Request, error: Exception) -> Response:
     """Respond to errors of the web framework, such as an unknown path, in OpenAI's format."""
     assert isinstance(error, HTTPException)
+    path, message = repr(request.scope["path"][:_SHOWN_CHARS]), str(error.detail)
+    if error.status_code == 404:
+        message = (
+            f"unknown path: path={path}. The API is under {request.scope.get('root_path', '')}/v1; "
+            "the base_url of Anthropic's client has no /v1."
+        )
+    elif error.status_code == 405:
+        allowed = Headers(error.headers).get("allow")
+        message = (
+            f"{request.method} is not allowed for path={path} (allowed: {allowed}). Use {allowed}."
+        )
     return error_response(
-        RequestError(str(error.detail), status=error.status_code, headers=error.headers),
-        request.scope,
+        RequestError(message, status=error.status_code, headers=error.headers), request.scope
     )

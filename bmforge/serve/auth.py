@@ -70,7 +70,8 @@ class ApiKeys:
         if not name:
             headers = {"www-authenticate": 'Basic realm="bmforge: any name, the key as password"'}
             raise RequestError(
-                "the request has no valid API key. Send the header Authorization: Bearer KEY.",
+                "the request has no valid API key. Send the header Authorization: Bearer KEY, or "
+                "x-api-key: KEY, which Anthropic's client sends.",
                 status=401,
                 code="invalid_api_key",
                 headers=headers,

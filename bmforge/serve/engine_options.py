@@ -168,9 +168,17 @@ def to_options(
     Raises:
         RequestError: the model does not support a field, or two fields contradict each other.
     """
+    min_tokens = None if body.ignore_eos else body.min_tokens
+    if min_tokens is not None and min_tokens > max_new_tokens:
+        raise RequestError(
+            f"min_tokens={min_tokens} is above max_tokens={max_new_tokens}. Reduce min_tokens, or "
+            "increase max_tokens.",
+            "min_tokens",
+            code="invalid_value",
+        )
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": None if body.ignore_eos else body.min_tokens,
+        "min_new_tokens": min_tokens,
         "repetition_penalty": body.repetition_penalty,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _ANTHROPIC_KINDS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 # After this error, Anthropic's client sends the whole conversation instead of a `thread`.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
+
+_SHOWN_CHARS = 40  # of a tool's type, in an error message
 
 
 class RequestError(HTTPException):
@@ -121,26 +124,13 @@ def anthropic_error(error: RequestError) -> dict[str, Any]:
 def explain_types(error: RequestValidationError) -> RequestError:
     """Describe the first invalid field of a request.
 
-    Values are not repeated in the message, since they may be private.
+    Only numbers and the types of tools are repeated in the message; texts may be private.
     """
     problems = _tagged_problems(error.errors()) or error.errors()
     first = problems[0]
     path = [str(part) for part in _without_unions(first["loc"])]
-    if first["type"] == "unknown_field":
-        where = ".".join([*path, first["ctx"]["field"]])
-        return RequestError(
-            f"{where} is not supported.{first['ctx']['hint']}",
-            where,
-            code="unknown_parameter",
-        )
-    if first["type"] == "neutral_field":
-        context = first["ctx"]
-        where = ".".join([*path, context["field"]])
-        return RequestError(
-            f"{where} must be {context['allowed']}, because {context['reason']}.",
-            where,
-            code="unsupported_value",
-        )
+    if first["type"] in ("unknown_field", "neutral_field"):
+        return _explain_field(first["ctx"], path)
     if not path and first["type"] == "value_error":
         return RequestError(_message(first), code="invalid_value")
     if not path:
@@ -148,6 +138,8 @@ def explain_types(error: RequestValidationError) -> RequestError:
             "the body must be a JSON object, with the header Content-Type: application/json."
         )
     where, name = ".".join(path), path[0]
+    if first["type"] == "literal_error" and name == "tools" and path[-1] == "type":
+        return _explain_tool_type(first, where)
     if (part_error := _explain_part(problems)) is not None:
         return part_error
     if any(
@@ -179,8 +171,30 @@ def explain_types(error: RequestValidationError) -> RequestError:
         if problem["loc"][1:2] == first["loc"][1:2]
     ]
     needed = ", or: ".join(dict.fromkeys(messages[:4]))
+    field, value = where if len(messages) == 1 else name, first.get("input")
+    if len(messages) == 1 and isinstance(value, (int, float)):
+        field = f"{where}={json.dumps(value)}"
+    return RequestError(f"{field}: {needed}.", name, code="invalid_value")
+
+
+def _explain_field(context: Mapping[str, Any], path: Sequence[str]) -> RequestError:
+    """Describe an unknown field, or a field that is accepted only with other values."""
+    where = ".".join([*path, context["field"]])
+    if "hint" in context:
+        message = f"{where} is not supported.{context['hint']}"
+        return RequestError(message, where, code="unknown_parameter")
+    message = f"{where} must be {context['allowed']}, because {context['reason']}."
+    return RequestError(message, where, code="unsupported_value")
+
+
+def _explain_tool_type(problem: Mapping[str, Any], where: str) -> RequestError:
+    """Describe a tool of an unsupported type, such as OpenAI's `web_search`."""
+    value = str(problem["input"])[:_SHOWN_CHARS]
+    supported = problem["ctx"]["expected"].replace("'", "")
     return RequestError(
-        f"{where if len(messages) == 1 else name}: {needed}.", name, code="invalid_value"
+        f"{where}={value!r} is not supported (supported: {supported}).",
+        where,
+        code="unsupported_value",
     )
 
 

@@ -5,16 +5,20 @@ Types are not coerced: a string is not accepted as a number. Unknown fields are 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from bmforge.errors import suggest
 from bmforge.serve.neutral_fields import NeutralFields
 
 __all__ = ["AllowedChoice", "Choice", "ImagePart", "Message", "SentBack", "Strict", "Tool",
            "ToolChoice"]  # fmt: skip
+
+# Minimum similarity of a suggested field name: below it are system and stream, foo and tools.
+_CUTOFF = 0.7
 
 
 def _describe_neutral_fields(schema: dict[str, Any], model: type[Any]) -> None:
@@ -29,6 +33,7 @@ class Strict(BaseModel):
 
     Attributes:
         neutral_fields: fields that are accepted only with values that have no effect.
+        foreign_fields: dict from field of another API to the field or path to use instead.
     """
 
     model_config = ConfigDict(
@@ -39,6 +44,7 @@ class Strict(BaseModel):
         json_schema_extra=_describe_neutral_fields,
     )
     neutral_fields: ClassVar[NeutralFields] = {}
+    foreign_fields: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -57,10 +63,18 @@ class Strict(BaseModel):
                 raise PydanticCustomError("neutral_field", "not neutral", context)
         value = {name: item for name, item in value.items() if name not in neutral}
         names = [field.alias or name for name, field in cls.model_fields.items()]
+        kind = cls.model_fields["type"].annotation if "type" in cls.model_fields else None
+        if get_origin(kind) is Literal and value.get("type") not in (None, *get_args(kind)):
+            return value  # pydantic reports the type, which explains the other fields
         for key in value:
             if key in names or key in cls.model_fields or not isinstance(key, str):
                 continue
-            if hint := suggest(key, names):
+            hint = ""
+            if key in cls.foreign_fields:
+                hint = f" Use {cls.foreign_fields[key]}."
+            elif similar := get_close_matches(key, names, n=1, cutoff=_CUTOFF):
+                hint = f" Did you mean {similar[0]!r}?"
+            if hint:
                 raise PydanticCustomError("unknown_field", "unknown", {"field": key, "hint": hint})
         return value
 

@@ -6,7 +6,8 @@ the answer is rejected by name, unless it has its neutral value.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError, model_validator
@@ -191,6 +192,11 @@ class ChatRequest(GenerationRequest):
     """Request for a chat completion."""
 
     neutral_fields = CHAT_FIELDS
+    foreign_fields: ClassVar[Mapping[str, str]] = {
+        "prompt": "messages, or /v1/completions",
+        "input": "messages, or /v1/responses",
+        "system": "a message with the role system",
+    }
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -295,6 +301,10 @@ class CompletionRequest(GenerationRequest):
     """Request to complete prompts, which are strings or lists of token ids."""
 
     neutral_fields = COMPLETION_FIELDS
+    foreign_fields: ClassVar[Mapping[str, str]] = {
+        "messages": "prompt, or /v1/chat/completions",
+        "input": "prompt",
+    }
     prompt: Inputs
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -158,6 +158,10 @@ class InputTokensRequest(Strict):
     """Request to count the tokens of a conversation."""
 
     neutral_fields = RESPONSES_FIELDS
+    foreign_fields: ClassVar[Mapping[str, str]] = {
+        "messages": "input, or /v1/chat/completions",
+        "max_completion_tokens": "max_output_tokens",
+    }
     model: str
     input: str | Annotated[list[Item], Field(fail_fast=True)]
     instructions: str | None = None
