@@ -411,3 +411,12 @@ def test_reward_functions_get_text_without_special_tokens(tmp_path: Path) -> Non
     assert make_decoder(tokenizer, [1])(ids) == "<think>1</think>2"
     special = make_decoder(tokenizer, [1], with_special=True)(ids)
     assert special == "<pad><think>1<unk></think><call>2"
+
+
+def test_a_required_column_that_is_missing_is_an_error_before_the_run(place: Path) -> None:
+    file = place / "needs.py"
+    file.write_text("def needs(completions, solution, **columns):\n    return [0] * 16\n")
+    config = make_config(place, "needs", 1, reward=(f"{file}:needs",))
+    with pytest.raises(ConfigError, match=r"needs the column 'solution' \(columns: answer\)"):
+        recipe_of(place).run(config)
+    assert not (place / "needs" / "metrics.jsonl").exists()
