@@ -20,7 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bmforge.align.reward_calls import LOG_ARGUMENTS, STATE_ARGUMENT, call_reward
+from bmforge.align.reward_calls import (
+    LOG_ARGUMENTS,
+    STATE_ARGUMENT,
+    call_reward,
+    describe_error,
+    find_required_columns,
+)
 from bmforge.align.tool_schema import describe_function
 from bmforge.align.verifiers import VERIFIERS, make_verifier
 from bmforge.errors import ConfigError
@@ -125,9 +131,11 @@ def _plain(value: Any) -> Any:
     """Return a reward as a JSON number or None; convert an invalid value to text."""
     if value is None or isinstance(value, bool | int | float):
         return value
+    if isinstance(value, str):
+        return value[:80]
     try:
         # `float` also accepts scalars of NumPy or torch.
-        return repr(value)[:80] if isinstance(value, str) else float(value)
+        return float(value)
     except Exception:  # one value must not cost the rewards of the other answers
         return repr(value)[:80]
 
@@ -151,7 +159,11 @@ def main() -> None:
         print(json.dumps({"error": text}), file=replies, flush=True)
         return
     is_tool = sys.argv[2:] == ["tool"]
-    ready = {"ready": True, "schema": describe_function(function) if is_tool else None}
+    ready = {
+        "ready": True,
+        "schema": describe_function(function) if is_tool else None,
+        "columns": () if is_tool else find_required_columns(function),
+    }
     print(json.dumps(ready), file=replies, flush=True)
     for line in calls:
         try:
@@ -161,7 +173,9 @@ def main() -> None:
                 else _score(function, json.loads(line))
             )
         except Exception as error:  # a user's function may raise anything
-            reply = {"error": f"the function raised {error!r:.500}"}
+            # The text for a tool is read by the model, which needs no file names.
+            text = f"the function raised {error!r:.500}" if is_tool else describe_error(error)
+            reply = {"error": text}
         print(json.dumps(reply, default=str), file=replies, flush=True)
 
 

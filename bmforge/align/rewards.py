@@ -8,21 +8,21 @@ logged with the function's name, and the run continues.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from bmforge.align.reward_calls import STATE_ARGUMENT, RewardReply, call_reward
+from bmforge.align.reward_calls import (
+    STATE_ARGUMENT,
+    RewardReply,
+    call_reward,
+    describe_error,
+    find_required_columns,
+)
 from bmforge.align.reward_names import name_of, name_rewards, read_weight
+from bmforge.align.reward_process import RewardProcess, ToolProcess
 from bmforge.errors import ConfigError
 from bmforge.logging import get_logger
 
@@ -39,8 +39,8 @@ __all__ = [
 Rewards = list[float | None]
 # Entry of a reward model's batch: tools and template variables of each prompt.
 TEMPLATE_OPTIONS = "template_options"
-# Time limit in seconds for starting a function's process; imports may take long.
-_START_TIMEOUT_S = 60.0
+# Number of rollouts in a row without any reward after which a run ends with an error.
+_MAX_UNSCORED = 3
 
 
 class Scorer(Protocol):
@@ -57,149 +57,6 @@ class Scorer(Protocol):
         """Release the processes and models of the source."""
 
 
-class RewardProcess:
-    """Runs a reward function in a separate process, which is killed after a time limit.
-
-    Args:
-        spec: specification of the function; see `reward_worker.load_function`.
-        timeout_s: time limit for the start in seconds.
-
-    Raises:
-        ConfigError: the function cannot be loaded.
-    """
-
-    _mode: tuple[str, ...] = ()
-
-    def __init__(self, spec: str, timeout_s: float = 60.0) -> None:
-        self.spec = spec
-        self.schema: dict[str, Any] | None = None
-        self._process: subprocess.Popen[str] | None = None
-        self._replies: queue.Queue[str] = queue.Queue()
-        self._start(timeout_s)
-
-    def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
-        """Return a `RewardReply` with the reward of each answer.
-
-        Raises:
-            TimeoutError: the function has not returned in time; its process is killed.
-            RuntimeError: the function raised an error, or its process has ended.
-        """
-        return RewardReply(**self._exchange(batch, timeout_s))
-
-    def _exchange(self, values: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a call and return the reply; start the process if it has ended."""
-        if self._process is None or self._process.poll() is not None:
-            self._start(_START_TIMEOUT_S)
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        # Write in a thread, since the call would block if the process does not read.
-        line = json.dumps(values, default=str) + "\n"
-        threading.Thread(target=_write, args=(process, line), daemon=True).start()
-        reply = self._read(timeout_s)
-        if "error" in reply:
-            raise RuntimeError(reply["error"])
-        return reply
-
-    def close(self) -> None:
-        """Kill the process, and the programs that the function has started."""
-        if self._process is not None:
-            if hasattr(os, "killpg"):
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # the process leads its group
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _start(self, timeout_s: float) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bmforge.align.reward_worker", self.spec, *self._mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            # Ctrl-C must not reach the process; `close` kills the whole new process group.
-            start_new_session=True,
-        )
-        self._replies = queue.Queue()
-        reader = threading.Thread(
-            target=_read_lines, args=(self._process, self._replies), daemon=True
-        )
-        reader.start()
-        try:
-            reply = self._read(timeout_s)
-        except (TimeoutError, RuntimeError) as error:
-            raise ConfigError(
-                f"the process of the function {self.spec!r} did not start: {error} Check the "
-                "imports of its module."
-            ) from error
-        if "error" in reply:
-            self.close()
-            raise ConfigError(reply["error"])
-        self.schema = reply.get("schema")
-
-    def _read(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            line = self._replies.get(timeout=timeout_s)
-        except queue.Empty:
-            self.close()
-            raise TimeoutError(
-                f"the function {self.spec!r} ran longer than {timeout_s:g} seconds. Raise "
-                "reward_timeout_s, or make the function faster."
-            ) from None
-        if not line:
-            self.close()
-            raise RuntimeError(
-                f"the process of {self.spec!r} exited without a result. Check that the function "
-                "does not end the process."
-            )
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-
-class ToolProcess(RewardProcess):
-    """Runs a tool function in a separate process, which is killed after a time limit.
-
-    Args:
-        spec: ``module:function`` or ``file.py:function``.
-
-    Attributes:
-        schema: JSON schema of the function.
-
-    Raises:
-        ConfigError: the function cannot be loaded.
-    """
-
-    _mode = ("tool",)
-
-    def call(self, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """Call the function; return its result as text.
-
-        Raises:
-            TimeoutError: the function has not returned in time; its process is killed.
-            RuntimeError: the function raised an error, or its process has ended.
-        """
-        return str(self._exchange(arguments, timeout_s)["result"])
-
-
-def _read_lines(process: subprocess.Popen[str], replies: queue.Queue[str]) -> None:
-    """Put the output lines of a process into a queue, and an empty line when the output ends."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        replies.put(line)
-    replies.put("")
-
-
-def _write(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    with suppress(OSError, ValueError):  # the process has ended, which the reader reports
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
 class CallableReward:
     """Reward source that calls a Python function in a thread; a hanging call is abandoned.
 
@@ -209,6 +66,7 @@ class CallableReward:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.required_columns = find_required_columns(function)
 
     def score(self, batch: Mapping[str, Any], timeout_s: float) -> Any:
         """Return a `RewardReply`; raise the function's exception or `TimeoutError`."""
@@ -229,7 +87,7 @@ class CallableReward:
                 "reward_timeout_s, or make the function faster."
             ) from None
         if error is not None:
-            raise RuntimeError(f"the reward function raised {error!r}.") from error
+            raise RuntimeError(describe_error(error)) from error
         return out
 
     def close(self) -> None:
@@ -246,6 +104,8 @@ class RewardSet:
 
     Attributes:
         failures: dict from source name to the number of failed calls.
+        last_failure: description of the last failed call of this rollout; empty if none failed.
+        unscored: number of rollouts in a row without any reward.
     """
 
     def __init__(
@@ -258,6 +118,7 @@ class RewardSet:
             )
         self._sources, self.weights, self._timeout_s = dict(sources), list(weights), timeout_s
         self.failures = dict.fromkeys(self._sources, 0)
+        self.last_failure, self.unscored = "", 0
 
     @property
     def names(self) -> list[str]:
@@ -316,15 +177,63 @@ class RewardSet:
         rewards = [_read_reward(value) for value in values]
         wrong = [v for v, r in zip(values, rewards, strict=True) if r is None and v is not None]
         if wrong:
-            what = f"{len(wrong)} of {count} rewards are not finite numbers, such as {wrong[0]!r}"
-            self._report(name, what)
+            self._report(
+                name,
+                f"{len(wrong)} of {count} rewards are not finite numbers, such as "
+                f"{wrong[0]!r:.80} (expected numbers or None)",
+            )
         return rewards, reply
 
     def _report(self, name: str, what: str) -> None:
         self.failures[name] += 1
+        self.last_failure = f"{name}: {what.rstrip('.')}"
         get_logger().warning(
             "reward %s failed (%d times so far), so the answers get no score from this reward: %s.",
             *(name, self.failures[name], what.rstrip(".")),
+        )
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise `ConfigError` if a function has a required argument that is no column.
+
+        Args:
+            columns: names of the prompts' columns.
+        """
+        for name, source in self._sources.items():
+            for column in getattr(source, "required_columns", ()):
+                if column not in columns:
+                    raise ConfigError(
+                        f"the function {name} needs the column {column!r} (columns: "
+                        f"{', '.join(sorted(columns)) or 'none'}). Add the column to the data, or "
+                        "give the argument a default."
+                    )
+
+    def check_scored(
+        self, has_reward: bool, failures: Sequence[str], rollouts: int, is_last: bool
+    ) -> None:
+        """Count rollouts without any reward; raise an error if the run cannot learn.
+
+        A single failed rollout is allowed, since a reward server may be down for a short time.
+
+        Args:
+            has_reward: whether an answer of the rollout has a reward.
+            failures: last failure of every rank; empty texts for ranks without failures.
+            rollouts: number of rollouts of the run so far.
+            is_last: whether the rollout is the last of the run.
+
+        Raises:
+            ConfigError: all calls of `_MAX_UNSCORED` rollouts in a row failed, or the run ends and
+                no rollout had a reward.
+        """
+        self.unscored = 0 if has_reward else self.unscored + 1
+        last = next(filter(None, failures), "")
+        self.last_failure = ""
+        is_failing = self.unscored >= _MAX_UNSCORED and bool(last)
+        if has_reward or not (is_failing or (is_last and self.unscored >= rollouts)):
+            return
+        reason = f"the last failure is {last}" if last else "the functions returned only None"
+        raise ConfigError(
+            f"no answer of the last {self.unscored} rollouts has a reward, so the model is not "
+            f"trained ({reason}). Correct the reward function or the data."
         )
 
     def close(self) -> None:

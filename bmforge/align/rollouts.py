@@ -269,7 +269,7 @@ class RolloutLoader:
         return {number: value for part in reversed(parts) for number, value in part.items()}
 
     def _set_rewards(self, rewards: RewardSet) -> None:
-        """Set the weighted reward of every answer, minus a penalty for long answers."""
+        """Set each answer's weighted reward, minus a penalty for length; check that one exists."""
         names, limit = rewards.names, self._config.max_new_tokens
         table = [[a.rewards[name] for a in self._answers] for name in names]
         plain = [[torch.nan if v is None else v for v in row] for row in table]
@@ -285,6 +285,10 @@ class RolloutLoader:
             is_cut = answer.finish_reason != "stop"
             is_left_out = is_cut and self._config.mask_truncated_completions
             answer.is_masked = answer.reward is None or is_left_out
+        has_reward = any(answer.reward is not None for answer in self._answers)
+        failures = self._gather({self._process: rewards.last_failure})
+        is_last = 0 < self._max_steps <= self.rollouts * self.steps_per_rollout
+        rewards.check_scored(has_reward, list(failures.values()), self.rollouts, is_last)
 
     def _score_policies(self) -> dict[str, dict[int, list[float]]]:
         """Set the answers' log-probabilities and values; return those that advantages depend on.
@@ -347,6 +351,7 @@ class RolloutLoader:
             "used": 0 if is_used else self._used,
             "answers": [] if is_used else [a.to_state() for a in self._gather_answers()],
             "metrics": {} if is_used else self.metrics,
+            "unscored": self._rewards.unscored if self._rewards else 0,
             **self._identity(),
         }
 
@@ -391,3 +396,5 @@ class RolloutLoader:
         self.rollouts, self._used = state["rollouts"], state["used"]
         self._answers = [RolloutAnswer(**values) for values in state["answers"]]
         self.metrics = dict(state["metrics"])
+        if self._rewards is not None:
+            self._rewards.unscored = state.get("unscored", 0)

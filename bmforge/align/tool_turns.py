@@ -7,6 +7,7 @@ masked in the loss.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,7 +55,10 @@ class ToolTurns:
             the last token id of the turn, and the template options of the prompt.
         decode: function that returns the text for the token ids of a turn.
         max_turns: maximum number of turns that the model writes.
-        timeout_s: time limit for a call in seconds."""
+        timeout_s: time limit for a call in seconds.
+        decode_special: like `decode`, but with the special tokens, which may delimit calls (if
+            None: `decode`).
+    """
 
     def __init__(
         self,
@@ -64,9 +68,11 @@ class ToolTurns:
         decode: Callable[[Sequence[int]], str],
         max_turns: int,
         timeout_s: float,
+        decode_special: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._functions, self._parse, self._encode = functions, parse, encode
         self._decode, self._max_turns, self._timeout_s = decode, max_turns, timeout_s
+        self._decode_special = decode_special or decode
 
     def continue_answers(
         self,
@@ -103,7 +109,7 @@ class ToolTurns:
 
     def _add_results(self, answer: RolloutAnswer, row: PromptRow, max_tokens: int) -> bool:
         """Run the last turn's calls and append the results; return False if the answer ends."""
-        content, calls = self._parse(answer.text) if answer.finish_reason == "stop" else ("", ())
+        content, calls = self._read(answer) if answer.finish_reason == "stop" else ("", ())
         if not calls:
             return False
         if all(call.arguments is not None for call in calls):
@@ -118,6 +124,20 @@ class ToolTurns:
         answer.sampler += [0.0] * len(ids)
         answer.is_written += [False] * len(ids)
         return True
+
+    def _read(self, answer: RolloutAnswer) -> tuple[str, Sequence[FunctionCall]]:
+        """Return the text before the calls of the last turn, without special tokens; and calls."""
+        written = answer.is_written
+        ids = answer.ids[len(written) - ([*written[::-1], False].index(False)) :]
+        text = self._decode_special(ids)
+        content, calls = self._parse(text)
+        if calls and text != answer.text:
+            end = text.index(content) + len(content)
+            count = bisect_left(
+                range(len(ids)), end, key=lambda n: len(self._decode_special(ids[:n]))
+            )
+            content = self._decode(ids[:count]).strip()
+        return content, calls
 
     def _run(self, number: int, call: FunctionCall, answer: RolloutAnswer) -> dict[str, Any]:
         """Return the message with the result of a call, or with its error."""

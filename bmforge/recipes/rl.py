@@ -105,6 +105,11 @@ def _open_data(config: Any, rows: World) -> TrainingData:
     rewards = open_reward_sources(
         config.reward, config.reward_timeout_s, config.step_aggregation, rows.device
     )
+    try:
+        rewards.check_columns(run.columns)
+    except ConfigError:
+        rewards.close()
+        raise
     loader, rollout = run.open_loader(rewards, policy), config.rollout
     metrics = metric_names(rewards.names), lambda: loader.metrics
     objective = PolicyObjective(

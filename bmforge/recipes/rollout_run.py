@@ -140,9 +140,7 @@ class RolloutRun:
         tools = None
         if self._functions:
             assert self._template is not None  # checked by `open_functions`
-            tools = open_turns(
-                self._functions, config, self.tokenizer, self._template, self._stops, decode
-            )
+            tools = open_turns(self._functions, config, self.tokenizer, self._template, self._stops)
         self.loader = RolloutLoader(
             self._prompts,
             rewards,

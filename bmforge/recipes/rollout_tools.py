@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from bmforge.align.rewards import ToolProcess
 from bmforge.align.tool_turns import FunctionCall, ToolTurns
 from bmforge.align.verifiers import VERIFIERS
 from bmforge.errors import ConfigError, DataError
+from bmforge.recipes.inputs.prompt_rows import make_decoder
 from bmforge.serve.parts import GeneratedToolCall
 from bmforge.serve.tool_formats import ToolFormat, find_format
 from bmforge.tokenizers.chat_template import ChatTemplate
@@ -67,7 +68,6 @@ def open_turns(
     tokenizer: Any,
     template: ChatTemplate,
     stops: Sequence[int],
-    decode: Callable[[Sequence[int]], str],
 ) -> ToolTurns:
     """Create the object that runs the tool calls of answers and continues them with the results.
 
@@ -77,7 +77,6 @@ def open_turns(
         tokenizer: tokenizer of the run.
         template: chat template of the run.
         stops: token ids that end an answer.
-        decode: function that returns the text for the token ids of a turn.
     """
     form = find_format(template.source)
     assert form is not None
@@ -90,9 +89,10 @@ def open_turns(
         functions,
         partial(find_calls, form, schemas),
         encode,
-        decode,
+        make_decoder(tokenizer, stops),
         config.rollout.max_turns,
         config.rollout.tool_timeout_s,
+        make_decoder(tokenizer, stops, with_special=True),
     )
 
 

@@ -284,3 +284,52 @@ def test_weights_follow_the_last_equals_sign() -> None:
 )
 def test_rewards_of_equal_names_are_told_apart(specs: list[str], names: list[str]) -> None:
     assert name_rewards(specs) == names
+
+
+def test_failures_name_the_type_the_value_and_the_users_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "def number(completions, **columns):\n"
+        "    return 0.5\n"
+        "def texts(completions, **columns):\n"
+        "    return ['good'] * len(completions)\n"
+        "def divides(completions, **columns):\n"
+        "    return [1 / (len(c) - len(c)) for c in completions]\n"
+    )
+    rewards = open_rewards([f"{file}:{name}" for name in ("number", "texts", "divides")])
+    try:
+        rewards.score(BATCH)
+    finally:
+        rewards.close()
+    text = caplog.text
+    assert "the function returned float (expected a list of 5 numbers)" in text
+    assert "such as 'good' (expected numbers or None)" in text
+    assert f"raised ZeroDivisionError('division by zero') in {file}, line 6" in text
+
+
+def test_required_arguments_must_be_columns(tmp_path: Path) -> None:
+    """Arguments that every call passes, defaults and `**columns` need no column."""
+    file = tmp_path / "needs.py"
+    file.write_text(
+        "def needs(completions, solution, **columns):\n"
+        "    return [1.0] * len(completions)\n"
+        "def free(prompts, completions, completion_ids, trainer_state, log_extra, log_metric,\n"
+        "         level=1, *, more=2, **columns):\n"
+        "    return [1.0] * len(completions)\n"
+    )
+
+    def local(completions: Any, solution: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    for needy in (f"{file}:needs", local):
+        rewards = open_rewards([f"{file}:free", needy])
+        try:
+            rewards.check_columns({"solution", "other"})
+            name = rewards.names[1]
+            words = rf"the function {name} needs the column 'solution' \(columns: answer\)"
+            with pytest.raises(ConfigError, match=words):
+                rewards.check_columns({"answer"})
+        finally:
+            rewards.close()

@@ -357,3 +357,40 @@ def test_padding_changes_no_answer() -> None:
 def test_sizes_that_do_not_fit_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         open_loader(make_model(), **fields)
+
+
+def test_rollouts_without_any_reward_end_the_run() -> None:
+    """Three failed rollouts in a row, or a whole run, raise an error; a short outage does not."""
+    outage = [True, True, False, True, True, True]
+
+    def score(completion_ids: Any, trainer_state: Any, **_: Any) -> list[float]:
+        if outage[trainer_state.global_step]:
+            raise ValueError("server is down")
+        return [float(n) for n in range(len(completion_ids))]
+
+    loader = open_loader(make_model(), rewards=open_rewards([score]))
+    for _ in range(5):
+        next(loader)
+    resumed = open_loader(make_model(), rewards=open_rewards([score]))
+    resumed.load_state_dict(loader.state_dict())
+    for each in (loader, resumed):
+        with pytest.raises(ConfigError, match=r"last 3 rollouts .* score: .*server is down"):
+            next(each)
+
+    short = open_loader(make_model(), rewards=open_rewards([score]))
+    short._max_steps = 2
+    next(short)
+    with pytest.raises(ConfigError, match="last 2 rollouts has a reward"):
+        next(short)
+
+
+def test_a_function_that_returns_only_none_ends_the_run_at_its_last_rollout() -> None:
+    def skip(completions: Any, **_: Any) -> list[None]:
+        return [None for _ in completions]
+
+    loader = open_loader(make_model(), rewards=open_rewards([skip]))
+    loader._max_steps = 5
+    for _ in range(4):
+        next(loader)
+    with pytest.raises(ConfigError, match="returned only None"):
+        next(loader)

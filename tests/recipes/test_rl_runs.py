@@ -18,7 +18,7 @@ from bmforge.models import AutoModel, Llama, LlamaConfig
 from bmforge.parallel import Layout
 from bmforge.recipes.adapters import AdapterConfig
 from bmforge.recipes.distill import OnPolicyDistillationConfig
-from bmforge.recipes.inputs.prompt_rows import PromptConfig, encode_prompts, read_all
+from bmforge.recipes.inputs.prompt_rows import PromptConfig, encode_prompts, make_decoder, read_all
 from bmforge.recipes.registry import Recipe, find_recipe
 from bmforge.recipes.rl import ReinforcementConfig
 from bmforge.surgery import persistent_tensors
@@ -398,3 +398,25 @@ def test_options_of_rewards_are_refused_in_distillation(place: Path, option: Any
 def test_the_configs_are_those_of_the_tasks(place: Path) -> None:
     assert issubclass(recipe_of(place).config, ReinforcementConfig)
     assert issubclass(recipe_of(place, "distill").config, OnPolicyDistillationConfig)
+
+
+def test_reward_functions_get_text_without_special_tokens(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast.add_special_tokens(["<think>", "</think>", "<call>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("<pad><think>1<unk></think><call>2</s>")
+    assert len(ids) == 8
+    assert make_decoder(tokenizer, [1])(ids) == "<think>1</think>2"
+    special = make_decoder(tokenizer, [1], with_special=True)(ids)
+    assert special == "<pad><think>1<unk></think><call>2"
+
+
+def test_a_required_column_that_is_missing_is_an_error_before_the_run(place: Path) -> None:
+    file = place / "needs.py"
+    file.write_text("def needs(completions, solution, **columns):\n    return [0] * 16\n")
+    config = make_config(place, "needs", 1, reward=(f"{file}:needs",))
+    with pytest.raises(ConfigError, match=r"needs the column 'solution' \(columns: answer\)"):
+        recipe_of(place).run(config)
+    assert not (place / "needs" / "metrics.jsonl").exists()

@@ -291,6 +291,33 @@ def _answer(ids: list[int]) -> RolloutAnswer:
     return RolloutAnswer(0, [3, 4], list(ids), " ".join(map(str, ids)), [-1.0] * len(ids), "stop")
 
 
+def test_special_tokens_delimit_calls_but_are_not_in_the_messages() -> None:
+    words = {1: "", 6: "a", 7: "<call>", 8: "<pad>", 9: "b"}
+
+    def decode(ids: Any) -> str:
+        return "".join(words[n] for n in ids if n not in (7, 8))
+
+    def parse(text: str) -> tuple[str, list[FunctionCall]]:
+        content, mark, _ = text.partition("<call>")
+        return content, [FunctionCall("add", {"a": 5})] if mark else []
+
+    def encode(results: Any, last: int, options: Any) -> list[int]:
+        return [30]
+
+    def decode_special(ids: Any) -> str:
+        return "".join(words[n] for n in ids)
+
+    turns = ToolTurns({"add": _Adder()}, parse, encode, decode, 3, 1.0, decode_special)
+    answer = _answer([6, 8, 9, 8, 7, 9, 1])
+    answer.text = decode(answer.ids)
+    turns.continue_answers(
+        [answer], [ROW], _Writer([[9, 8, 7, 9, 1], [8, 6, 1]]), 40, lambda n, turn: 0
+    )
+    contents = [m["content"] for m in answer.messages if m["role"] == "assistant"]
+    assert contents == ["ab", "b", "a"]
+    assert (answer.tool_calls, answer.tool_failures) == (2, 0)
+
+
 def test_turns_follow_each_other_and_results_are_masked() -> None:
     answers = [_answer([7, 5, 1]), _answer([6, 1]), _answer([7, 9, 1])]
     writer: Any = _Writer([[7, 2, 1], [5, 1], [6, 6, 1]])
@@ -358,7 +385,7 @@ def test_tools_that_cannot_be_used_are_refused(place: Path, tmp_path: Path) -> N
     for other, words in ((omits, "does not write results"), (raises, "no tools")):
         source = TEMPLATE.replace(text, other)
         with pytest.raises(ConfigError, match=words):
-            open_turns(functions, config, tokenizer, ChatTemplate(source, tokenizer), [1], str)
+            open_turns(functions, config, tokenizer, ChatTemplate(source, tokenizer), [1])
     functions["add"].close()
     rows = [PromptRecord("line 1", [{"role": "user", "content": "1"}], tools=[{"name": "find"}])]
     with pytest.raises(DataError, match="describes find, but"):

@@ -15,6 +15,7 @@ from bmforge.recipes.inputs.conversation_rows import drop_fields
 from bmforge.recipes.inputs.document_segments import find_tokenizer
 from bmforge.recipes.inputs.examples import ExampleConfig
 from bmforge.recipes.sft import read_template
+from bmforge.tokenizers.chat_messages import THOUGHT_MARKS
 from bmforge.tokenizers.chat_template import ChatTemplate
 from bmforge.tokenizers.chat_turns import check_fields
 
@@ -185,9 +186,22 @@ def find_stops(config: Any, tokenizer: Any, template: ChatTemplate | None) -> li
     return stops
 
 
-def make_decoder(tokenizer: Any, stops: Sequence[int]) -> Any:
-    """Return a function that decodes the token ids of an answer, without EOS tokens."""
-    hidden = frozenset(stops)
+def make_decoder(tokenizer: Any, stops: Sequence[int], with_special: bool = False) -> Any:
+    """Return a function that decodes the token ids of an answer, without special tokens.
+
+    As in TRL, reward functions get text without special tokens. Delimiters of reasoning are kept,
+    because reward functions check them.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        stops: token ids that end an answer, which are never decoded.
+        with_special: True to keep the other special tokens, which may delimit tool calls.
+    """
+    hidden = set(stops)
+    if not with_special:
+        marks = {mark for pair in THOUGHT_MARKS for mark in pair}
+        special = tokenizer.special_token_ids
+        hidden |= {id for id in special if tokenizer.decode([id]).strip() not in marks}
 
     def decode(ids: Sequence[int]) -> str:
         text: str = tokenizer.decode_written(id for id in ids if id not in hidden)
