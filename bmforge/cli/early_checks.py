@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from bmforge.cli.parse import parse_options
+from bmforge.cli import parse
 from bmforge.cli.train_options import KINDS, MODELS
 from bmforge.config import check_config_file
 from bmforge.errors import ConfigError
@@ -102,7 +102,7 @@ def _parse_values(task: str, values: Mapping[str, Sequence[str]]) -> dict[str, A
     ]
     options: Any = dataclasses.make_dataclass("Options", fields, kw_only=True)
     arguments = [word for name in names for word in (f"--{name}", *values[name])]
-    parsed = parse_options(options, arguments, f"train {task}")
+    parsed = parse.parse_options(options, arguments, f"train {task}")
     return dict(zip(names, vars(parsed).values(), strict=True))
 
 
