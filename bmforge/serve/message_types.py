@@ -63,7 +63,7 @@ class Strict(BaseModel):
                 raise PydanticCustomError("neutral_field", "not neutral", context)
         value = {name: item for name, item in value.items() if name not in neutral}
         names = [field.alias or name for name, field in cls.model_fields.items()]
-        kind = cls.model_fields["type"].annotation if "type" in cls.model_fields else None
+        kind: Any = cls.model_fields["type"].annotation if "type" in cls.model_fields else None
         if get_origin(kind) is Literal and value.get("type") not in (None, *get_args(kind)):
             return value  # pydantic reports the type, which explains the other fields
         for key in value:
