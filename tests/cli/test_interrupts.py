@@ -30,6 +30,11 @@ CHATS = """{"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
 """
 
 
+def catch_ctrl_c() -> None:
+    """Undo what a shell does to programs in the background, which ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("module", "source", "command"),
     [
@@ -49,6 +54,7 @@ def test_during_imports(module: str, source: str, command: str, tmp_path: Path) 
         text=True,
         check=False,
         cwd=tmp_path,
+        preexec_fn=catch_ctrl_c,
     )
     loading = "" if module == "tyro" else "loading PyTorch ...\n"
     assert (done.returncode, done.stdout, done.stderr) == (130, "", loading + SENTENCE)
